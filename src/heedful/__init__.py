@@ -1,0 +1,1 @@
+"""heedful: choose an attention backend and say why, run it, prove it."""
