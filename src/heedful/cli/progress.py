@@ -1,0 +1,44 @@
+"""How a person sees a run go on: a bar where a terminal listens, a plain line now and then where none does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+from heedful.cli.output import console, note
+from heedful.conformance.results import CheckResult, Outcome
+
+SECONDS_A_LINE = 10.0
+"""A plain log says that it is alive about this often."""
+LOUD = frozenset({Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT, Outcome.DEVICE_LOST, Outcome.INFRA_ERROR, Outcome.XPASS})
+
+
+def watched(results: Iterable[CheckResult], total: int) -> Iterator[CheckResult]:
+    """Pass results on, telling of them on stderr; failures are told at once."""
+    return _bar(results, total) if sys.stderr.isatty() else _plain(results, total)
+
+
+def _bar(results: Iterable[CheckResult], total: int) -> Iterator[CheckResult]:
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        for result in results:
+            if result.outcome in LOUD:
+                progress.console.print(escape(f"{result.outcome}  {result.id}"), highlight=False)
+            progress.update(task, advance=1, description=escape(result.id.partition("[")[0]))
+            yield result
+
+
+def _plain(results: Iterable[CheckResult], total: int) -> Iterator[CheckResult]:
+    last = time.monotonic()
+    for done, result in enumerate(results, start=1):
+        if result.outcome in LOUD:
+            note(f"{result.outcome}  {result.id}")
+        if time.monotonic() - last >= SECONDS_A_LINE or done == total:
+            last = time.monotonic()
+            note(f"{done} of {total} cells")
+        yield result
