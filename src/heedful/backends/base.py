@@ -7,16 +7,17 @@ Shapes and rules are DESIGN §3's: docs/contract.md repeats them for kernel auth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heedful.backends.capabilities import Capability, supported_variant, unsupported_reasons
-from heedful.errors import UnsupportedError
-from heedful.types import AttentionType, Device, Reason, SelectionRequest
+from heedful.errors import BadInputError, UnsupportedError
+from heedful.types import KV_CACHE_DTYPES, AttentionType, Device, Reason, SelectionRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
     import torch
 
     KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -90,6 +91,65 @@ class AttentionBackend(ABC):
         return supported_variant(cls.CAPABILITIES, request, device)
 
 
+class HndBackend(AttentionBackend):
+    """A backend whose pages hold one head after another: K and V each [num_blocks, num_kv_heads, block_size, size]."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        kv_cache_dtype: str = "auto",
+        head_size_v: int | None = None,
+    ) -> tuple[int, ...] | tuple[tuple[int, ...], tuple[int, ...]]:
+        """[2, num_blocks, num_kv_heads, block_size, head_size], or one shape for K and one for V where sizes differ."""
+        check_cache_arguments(num_blocks, block_size, num_kv_heads, head_size, kv_cache_dtype, head_size_v)
+        page = (num_blocks, num_kv_heads, block_size)
+        if head_size_v is None or head_size_v == head_size:
+            return (2, *page, head_size)
+        return (*page, head_size), (*page, head_size_v)
+
+    @staticmethod
+    def kv_views(kv_cache: KVCache) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See AttentionBackend."""
+        from heedful.backends.paged import hnd_views
+
+        return hnd_views(kv_cache)
+
+    @staticmethod
+    def swap_blocks(src: KVCache, dst: KVCache, pairs: torch.Tensor) -> None:
+        """See AttentionBackend; the caches may lie on two devices."""
+        from heedful.backends.paged import swap_blocks
+
+        swap_blocks(src, dst, pairs)
+
+    @staticmethod
+    def copy_blocks(caches: Sequence[KVCache], pairs: torch.Tensor) -> None:
+        """See AttentionBackend."""
+        from heedful.backends.paged import copy_blocks
+
+        copy_blocks(caches, pairs)
+
+
+def check_cache_arguments(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    kv_cache_dtype: str,
+    head_size_v: int | None,
+) -> None:
+    """Raise BadInputError for a cache that no one could allocate."""
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    for name, size in (sizes | {"head_size_v": head_size if head_size_v is None else head_size_v}).items():
+        if size < 1:
+            raise BadInputError(f"a KV cache with {name} {size} was asked for; {name} must be 1 or more")
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        words = ", ".join(KV_CACHE_DTYPES)
+        raise BadInputError(f"unknown kv_cache_dtype {kv_cache_dtype!r}; give one of {words}")
+
+
 class AttentionImpl(ABC):
     """One layer's attention. Holds no state of a call: forward is re-entrant and safe from several threads."""
 
@@ -157,8 +217,8 @@ class AttentionMetadata:
     num_encoder_tokens: int | None = None
     cross_slot_mapping: torch.Tensor | None = None
     cross_block_tables: torch.Tensor | None = None
-    step: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What was derived once for this step and serves every layer (validated host values, gather indices)."""
+    step: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was derived once for this step and serves every layer; ``dataclasses.replace`` starts an empty one."""
 
 
 class AttentionState(ABC):
