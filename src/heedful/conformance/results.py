@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import date
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-from heedful.errors import NothingToRunError
+from heedful.errors import BadInputError, NothingToRunError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 class Outcome(StrEnum):
@@ -63,6 +66,57 @@ class CheckResult:
     def from_dict(cls, row: Mapping[str, Any]) -> CheckResult:
         """Inverse of to_dict."""
         return cls(**{**row, "outcome": Outcome(row["outcome"])})
+
+
+WAIVABLE: Final = (Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT)
+"""Wrong answers and deaths can be waived; a lost claim, a lost device or a missing result cannot."""
+
+
+@dataclass(frozen=True)
+class Waiver:
+    """A known fault that someone owns: which cells (pattern), what they end with, why, who, where, until when (ISO)."""
+
+    pattern: str
+    outcome: Outcome
+    reason: str
+    owner: str
+    issue: str
+    expires: str
+
+    def __post_init__(self) -> None:
+        empty = [f.name for f in fields(self) if not str(getattr(self, f.name)).strip()]
+        if empty:
+            raise BadInputError(f"waiver {self.pattern!r} says nothing for {', '.join(empty)}; every field is needed")
+        if self.outcome not in WAIVABLE:
+            words = ", ".join(WAIVABLE)
+            raise BadInputError(f"waiver {self.pattern!r} is for {self.outcome}; only {words} can be waived")
+        try:
+            date.fromisoformat(self.expires)
+        except ValueError:
+            raise BadInputError(f"waiver {self.pattern!r} expires {self.expires!r}; give a date YYYY-MM-DD") from None
+
+    def expired(self, today: date) -> bool:
+        """A waiver holds up to and on its last day."""
+        return today > date.fromisoformat(self.expires)
+
+    def to_dict(self) -> dict[str, str]:
+        """The record kept in a result."""
+        return {name: str(value) for name, value in asdict(self).items()}
+
+
+def waive(result: CheckResult, waivers: Sequence[Waiver], today: date) -> CheckResult:
+    """The result under its waiver: the waived outcome is WAIVED, a pass is XPASS, anything else stands as it is."""
+    waiver = next((w for w in waivers if matches(w.pattern, result.id)), None)
+    if waiver is None or result.outcome not in (waiver.outcome, Outcome.PASS):
+        return result
+    facts = {**result.facts, "waiver": waiver.to_dict()}
+    if result.outcome == Outcome.PASS:
+        text = f"passes, but {waiver.owner} waives {waiver.outcome} here ({waiver.issue}); remove the waiver"
+        return replace(result, outcome=Outcome.XPASS, detail=text, facts=facts)
+    if waiver.expired(today):
+        text = f"{result.detail}\nits waiver ({waiver.issue}, {waiver.owner}) expired on {waiver.expires}"
+        return replace(result, detail=text, facts=facts)
+    return replace(result, outcome=Outcome.WAIVED, facts=facts)
 
 
 def matches(pattern: str, cell_id: str) -> bool:
