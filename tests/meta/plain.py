@@ -216,7 +216,7 @@ class Plain(AttentionBackend, AttentionImpl):
 
     def opened_views(self, kv_cache: Any, kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
         """None for kinds without a cache, and in the profiling run."""
-        if kind in ("encoder", "encoder_only") or kv_cache[0].numel() == 0:
+        if kind in ("encoder", "encoder_only") or checks.is_empty(kv_cache):
             return None
         views = self.kv_views(kv_cache)
         wanted = FP8.get(self.cache_word, dtype)

@@ -109,6 +109,12 @@ def cache(views: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, sizes: t
             raise BadInputError(f"kv_cache holds {found}; this layer needs {dtype} with {(heads, size)}")
 
 
+def is_empty(kv_cache: Any) -> bool:
+    """The profiling run's cache."""
+    parts = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else kv_cache
+    return all(part.numel() == 0 for part in parts)
+
+
 def block_pairs(pairs: torch.Tensor, num_source: int, num_target: int) -> None:
     """int64 [n, 2] inside both caches."""
     if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype != torch.int64:
@@ -135,7 +141,7 @@ def metadata(
     wanted: frozenset[str] = ALL,
 ) -> Host:
     """Every value that the kernels would trust, checked; the message names the sequence."""
-    host = _host(meta)
+    host = _host(meta, attn_kind)
     _starts(host, tokens, attn_kind)
     if "counts" in wanted and attn_kind != "encoder":
         _counts(meta, host)
@@ -151,11 +157,13 @@ def metadata(
     return host
 
 
-def _host(meta: AttentionMetadata) -> Host:
+def _host(meta: AttentionMetadata, attn_kind: str) -> Host:
     def listed(x: torch.Tensor | None) -> list[Any]:
         return [] if x is None else x.tolist()
 
     encoder_lens = listed(meta.encoder_seq_lens)
+    if attn_kind == "encoder" and meta.num_encoder_tokens != sum(encoder_lens):
+        encoder_lens = encoder_lens[: meta.num_prefills]  # the decodes were encoded in an earlier step
     return Host(
         meta.num_prefills,
         listed(meta.query_start_loc),

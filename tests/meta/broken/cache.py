@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from meta.plain import FP8, Plain
+from meta.plain_checks import is_empty
 
 
 class ReadsBeforeWriting(Plain):
@@ -53,7 +54,7 @@ class EncoderOnlyWrites(Plain):
 
     def forward(self, query, key, value, kv_cache, attn_metadata, *rest, **named):
         kind = str(named.get("attn_type", rest[2] if len(rest) > 2 else "decoder"))
-        if kind == "encoder_only" and kv_cache[0].numel():
+        if kind == "encoder_only" and not is_empty(kv_cache):
             kv_cache[0].view(torch.uint8).flatten()[:8] = 0
         return super().forward(query, key, value, kv_cache, attn_metadata, *rest, **named)
 

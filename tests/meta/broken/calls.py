@@ -309,11 +309,15 @@ class SlopesOfAnyLength(Plain):
 
 
 class HeadCountsNotChecked(Plain):
-    """num_heads that num_kv_heads does not divide are rounded down."""
+    """num_heads that num_kv_heads does not divide are rounded down: the last KV head takes what is left."""
 
-    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, **kwargs) -> None:
+    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, *args, **kwargs) -> None:
         kv_heads = num_kv_heads or num_heads
-        super().__init__(num_heads, head_size, scale, kv_heads if num_heads % kv_heads == 0 else num_heads, **kwargs)
+        super().__init__(num_heads, head_size, scale, kv_heads if num_heads % kv_heads == 0 else None, *args, **kwargs)
+        self.kv_heads = kv_heads
+
+    def head_map(self):
+        return super().head_map().clamp(max=self.kv_heads - 1)
 
 
 class KeyDtypeNotChecked(Plain):
