@@ -6,7 +6,10 @@ Each message says what was asked, what stands in the way and what to do; the com
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class HeedfulError(Exception):
@@ -21,8 +24,12 @@ class BadInputError(HeedfulError, ValueError):
     exit_code = 2
 
 
+class UnknownArgumentError(BadInputError, TypeError):
+    """A keyword that the contract does not know; the message names the nearest one that it does."""
+
+
 class SelectionError(HeedfulError, ValueError):
-    """No backend can serve the request; carries the ``Selection`` with every reason as ``selection`` when there is one."""
+    """No backend can serve the request; ``selection`` is the record with every reason, where there is one."""
 
     exit_code = 4
 
@@ -33,6 +40,10 @@ class SelectionError(HeedfulError, ValueError):
 
 class AssertedSelectionError(SelectionError, AssertionError):
     """A refusal that vLLM 0.6.3 raised as AssertionError (policy ``vllm-0.6.3`` only)."""
+
+
+class AttributeSelectionError(SelectionError, AttributeError):
+    """A refusal that vLLM 0.6.3 raised as AttributeError (policy ``vllm-0.6.3`` only)."""
 
 
 class UnsupportedError(HeedfulError, ValueError):
@@ -79,3 +90,20 @@ class WeightsError(HeedfulError, ValueError):
     """A model's files are missing or of a kind that the runner cannot load."""
 
     exit_code = 11
+
+
+class HeedfulWarning(UserWarning):
+    """Something that was asked for in a retired or ineffective way; the text says what counts instead."""
+
+
+def did_you_mean(given: str, words: Iterable[str]) -> str:
+    """``"; did you mean 'X'?"`` for the nearest legal word, or nothing. Case, spaces and dashes count as slips."""
+    from difflib import get_close_matches
+
+    plain = {_plain(word): word for word in words}
+    near = get_close_matches(_plain(given), plain, n=1)
+    return f"; did you mean {plain[near[0]]!r}?" if near else ""
+
+
+def _plain(word: str) -> str:
+    return word.strip().casefold().replace("-", "_")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, Final
 
-from heedful.errors import BadInputError
+from heedful.errors import BadInputError, did_you_mean
 
 PLATFORMS: Final = ("cuda", "rocm", "xpu", "tpu", "cpu", "openvino")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES: Final = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "u8")
 PAD_SLOT_ID: Final = -1
 ITEMSIZE: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+TORCH_DTYPES: Final = frozenset(
+    {*ITEMSIZE, "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8", "uint8"}
+)
+"""Names that are a dtype at all; which of them a backend computes in is its CAPABILITIES' to say."""
 
 
 class AttentionType(StrEnum):
@@ -65,14 +69,20 @@ class Device:
 
     def __post_init__(self) -> None:
         if self.platform not in PLATFORMS:
-            raise BadInputError(f"unknown platform {self.platform!r}; the platforms are {', '.join(PLATFORMS)}")
+            near = did_you_mean(str(self.platform), PLATFORMS)
+            raise BadInputError(f"unknown platform {self.platform!r}; the platforms are {', '.join(PLATFORMS)}{near}")
+        given = self.capability
+        if given is not None and (len(given) != 2 or any(type(part) is not int for part in given)):
+            raise BadInputError(f"a compute capability is (major, minor), such as (9, 0), not {given!r}")
+        object.__setattr__(self, "capability", None if given is None else tuple(given))
 
     @property
     def generation(self) -> str | None:
-        """The word by which capability data names this generation: ``"9.0"``, ``"gfx942"``, ``"v5e"``; None if unknown."""
-        if self.arch is not None:
-            return self.arch
-        return None if self.capability is None else ".".join(map(str, self.capability))
+        """The word by which capability data names it: ``"9.0"``, ``"gfx942"``, ``"v5e"``; None if unknown."""
+        if self.capability is not None and (self.platform == "cuda" or self.arch is None):
+            return ".".join(map(str, self.capability))
+        # ROCm writes feature flags behind the target, as in gfx90a:sramecc+:xnack-
+        return None if self.arch is None else self.arch.partition(":")[0]
 
     def __str__(self) -> str:
         return f"{self.platform} {self.generation}" if self.generation else self.platform
@@ -83,7 +93,8 @@ class SelectionRequest:
     """What a layer needs of its backend. None means: not said, so nothing is checked for it.
 
     head_size, head_size_v: elements per head of Q and K, and of V where it differs. block_size: tokens per cache page.
-    sliding_window: visible keys including the token itself, None is off. dtype: a name such as ``"bfloat16"``.
+    sliding_window: visible keys including the token itself, None is off. dtype: a name such as ``"bfloat16"``; a
+    torch.dtype becomes its name. kv_cache_dtype None is ``"auto"``.
     """
 
     head_size: int
@@ -101,6 +112,10 @@ class SelectionRequest:
     logits_soft_cap: float | None = None
     sinks: bool = False
 
+    def __post_init__(self) -> None:
+        if type(self.dtype).__module__ == "torch":  # a torch.dtype, recognised without loading torch
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+
     @property
     def features(self) -> frozenset[str]:
         """The optional features asked for, in the words that capability data uses."""
@@ -115,7 +130,8 @@ class SelectionRequest:
 
     def to_dict(self) -> dict[str, Any]:
         """Only what was said: defaults and None are left out, so that a record reads like the call."""
-        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
+        said = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
+        return {name: v if isinstance(v, int | float | None) else str(v) for name, v in said.items()}
 
 
 @dataclass(frozen=True)
@@ -213,31 +229,63 @@ def _lines(candidate: Candidate, chosen: str | None) -> list[str]:
     return [title, *(f"      {reason}" for reason in candidate.reasons)]
 
 
-TORCH_DTYPES: Final = frozenset(
-    {*ITEMSIZE, "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8", "uint8"}
+_KINDS: Final[Mapping[type, tuple[str, ...]]] = {
+    int: ("head_size", "sliding_window", "block_size", "num_heads", "num_kv_heads", "head_size_v"),
+    bool: ("is_attention_free", "is_blocksparse", "alibi", "sinks"),
+    str: ("dtype", "kv_cache_dtype", "attn_type"),
+    float: ("logits_soft_cap",),
+}
+_KIND_WORDS: Final = {int: "an int", bool: "True or False", str: "a str", float: "a number"}
+_OPTIONAL: Final = frozenset(
+    {"sliding_window", "kv_cache_dtype", "num_heads", "num_kv_heads", "head_size_v", "logits_soft_cap"}
 )
+
+
+def check_kinds(request: SelectionRequest) -> None:
+    """Raise BadInputError for a field of a foreign type, such as a torch.dtype as kv_cache_dtype."""
+    for kind, names in _KINDS.items():
+        for name in names:
+            value = getattr(request, name)
+            if not _is_kind(value, kind) and not (value is None and name in _OPTIONAL):
+                given = f"{name} {value!r} is of type {type(value).__name__}"
+                hint = f": {', '.join(KV_CACHE_DTYPES)}" if name == "kv_cache_dtype" else ""
+                raise BadInputError(f"{given}; give {_KIND_WORDS[kind]}{hint}")
+
+
+def _is_kind(value: object, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def check_request(request: SelectionRequest) -> None:
     """Raise BadInputError for a request that no backend could ever serve because it means nothing."""
-    for broken, message in _violations(request):
+    check_kinds(request)
+    for broken, message in (*_broken_sizes(request), *_broken_numbers(request), *_broken_words(request)):
         if broken:
             raise BadInputError(message)
 
 
-def _violations(r: SelectionRequest) -> tuple[tuple[bool, str], ...]:
+def _broken_sizes(r: SelectionRequest) -> Iterator[tuple[bool, str]]:
+    required = () if r.is_attention_free else ("head_size", "num_heads", "num_kv_heads", "block_size")
+    for name in (*required, "head_size_v"):
+        size = getattr(r, name)
+        yield size is not None and size < 1, f"{name} {size} must be 1 or more"
+
+
+def _broken_numbers(r: SelectionRequest) -> Iterator[tuple[bool, str]]:
     heads, kv_heads, cap, window = r.num_heads, r.num_kv_heads, r.logits_soft_cap, r.sliding_window
+    yield window is not None and window < 1, f"sliding_window {window} shows no key; give 1 or more, or None for off"
     split = bool(heads and kv_heads and heads % kv_heads)
-    return (
-        (window is not None and window < 1, f"sliding_window {window} shows no key; give 1 or more, or None for off"),
-        (split, f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}; each KV head serves the same number"),
-        (not r.is_attention_free and r.head_size < 1, f"head_size {r.head_size} must be 1 or more"),
-        (not r.is_attention_free and heads is not None and heads < 1, f"num_heads {heads} must be 1 or more"),
-        (not r.is_attention_free and kv_heads is not None and kv_heads < 1, f"num_kv_heads {kv_heads} must be 1 or more"),
-        (not r.is_attention_free and r.block_size < 1, f"block_size {r.block_size} must be 1 or more"),
-        (r.head_size_v is not None and r.head_size_v < 1, f"head_size_v {r.head_size_v} must be 1 or more"),
-        (cap is not None and not 0 < cap < float("inf"), f"logits_soft_cap {cap} must be positive and finite, or None"),
-        (r.dtype not in TORCH_DTYPES, f"unknown dtype {r.dtype!r}; give one of {', '.join(DTYPES)}"),
-        (r.kv_cache_dtype not in KV_CACHE_DTYPES, f"unknown kv_cache_dtype {r.kv_cache_dtype!r}; give one of {', '.join(KV_CACHE_DTYPES)}"),
-        (str(r.attn_type) not in set(AttentionType), f"unknown attn_type {r.attn_type!r}; give one of {', '.join(AttentionType)}"),
-    )
+    yield split, f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}; each KV head serves the same number"
+    yield cap is not None and not 0 < cap < float("inf"), f"logits_soft_cap {cap} must be positive and finite, or None"
+    both = r.is_attention_free and r.is_blocksparse
+    yield both, "is_attention_free and is_blocksparse exclude each other; a layer has no attention or a sparse one"
+
+
+def _broken_words(r: SelectionRequest) -> Iterator[tuple[bool, str]]:
+    legal = {"dtype": DTYPES, "kv_cache_dtype": KV_CACHE_DTYPES, "attn_type": tuple(map(str, AttentionType))}
+    for name, words in legal.items():
+        word, known = getattr(r, name), TORCH_DTYPES if name == "dtype" else words
+        if word is not None and word not in known:
+            yield True, f"unknown {name} {str(word)!r}; give one of {', '.join(words)}{did_you_mean(str(word), words)}"

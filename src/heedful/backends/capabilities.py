@@ -25,6 +25,13 @@ class Sizes:
         in_range = size >= self.low and (self.high is None or size <= self.high)
         return in_range and size % self.multiple_of == 0 and size * itemsize % self.row_bytes == 0
 
+    @property
+    def smallest(self) -> int:
+        """The least size that is accepted (rows of bytes aside); 0 where none is."""
+        if self.listed is not None:
+            return min(self.listed, default=0)
+        return -(-self.low // self.multiple_of) * self.multiple_of
+
     def __str__(self) -> str:
         if self.listed is not None:
             return ", ".join(map(str, sorted(self.listed))) or "none"
@@ -175,6 +182,8 @@ def _features(row: Capability, request: SelectionRequest) -> Iterable[Reason | N
     if request.is_attention_free != ("attention_free" in row.features):
         text = f"{row.variant} {'only answers' if only_free else 'does not answer'} attention-free requests"
         yield _reason(row, ReasonCode.ATTENTION_FREE, text, request.is_attention_free, only_free)
+    if request.is_attention_free:
+        return  # no score is computed, so there is nothing that a window or a cap could be missing from
     if "blocksparse" in row.features and not request.is_blocksparse:
         text = f"{row.variant} computes block-sparse attention only"
         yield _reason(row, ReasonCode.BLOCKSPARSE, text, "dense", "block-sparse")
