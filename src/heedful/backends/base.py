@@ -7,12 +7,13 @@ Shapes and rules are DESIGN §3's: docs/contract.md repeats them for kernel auth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from heedful.backends.capabilities import Capability, supported_variant, unsupported_reasons
+from heedful.backends.capabilities import Capability, row_reasons, supported_variant, unsupported_reasons
 from heedful.errors import BadInputError, UnsupportedError
-from heedful.types import KV_CACHE_DTYPES, AttentionType, Device, Reason, SelectionRequest
+from heedful.types import KV_CACHE_DTYPES, AttentionType, Device, Reason, ReasonCode, SelectionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,6 +90,48 @@ class AttentionBackend(ABC):
     def variant_for(cls, request: SelectionRequest, device: Device) -> str | None:
         """The first capability row without a reason: the sub-version that would run."""
         return supported_variant(cls.CAPABILITIES, request, device)
+
+
+def refuse_unsupported(
+    backend: type[AttentionBackend], request: SelectionRequest, known: frozenset[str] = frozenset()
+) -> None:
+    """Raise UnsupportedError with every reason if no row of CAPABILITIES takes the request.
+
+    known: which of dtype, attn_type and block_size the caller means; a layer does not know them when it is built, and
+    then it is refused only if every value that a row claims for them is.
+    """
+    reasons = claim_reasons(backend, request, known)
+    if reasons:
+        why = "; ".join(map(str, reasons))
+        hint = "`heedful select` shows a backend that can serve the layer"
+        raise UnsupportedError(f"{backend.name} cannot serve {request.to_dict()}: {why}. {hint}", reasons)
+
+
+@lru_cache(maxsize=4096)
+def claim_reasons(
+    backend: type[AttentionBackend], request: SelectionRequest, known: frozenset[str]
+) -> tuple[Reason, ...]:
+    """() if some row takes the request on some device generation, else the reasons of every row."""
+    found: list[Reason] = []
+    for row in backend.CAPABILITIES:
+        trials = [_row_reasons(row, trial) for trial in _trials(row, request, known)]
+        if not all(trials):
+            return ()
+        found += min(trials, key=len, default=[])
+    return tuple(dict.fromkeys(found))
+
+
+def _row_reasons(row: Capability, request: SelectionRequest) -> list[Reason]:
+    """The device's generation is left out: it is judged at selection, where the device is known."""
+    reasons = row_reasons(row, request, Device(row.platform))
+    return [reason for reason in reasons if reason.code is not ReasonCode.CAPABILITY]
+
+
+def _trials(row: Capability, request: SelectionRequest, known: frozenset[str]) -> list[SelectionRequest]:
+    dtypes = [request.dtype] if "dtype" in known else sorted(row.dtypes)
+    kinds = [request.attn_type] if "attn_type" in known else sorted(row.attn_types)
+    block_size = request.block_size if "block_size" in known else row.block_sizes.smallest
+    return [replace(request, dtype=dtype, attn_type=kind, block_size=block_size) for dtype in dtypes for kind in kinds]
 
 
 class HndBackend(AttentionBackend):
