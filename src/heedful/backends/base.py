@@ -117,7 +117,7 @@ def claim_reasons(
         trials = [_row_reasons(row, trial) for trial in _trials(row, request, known)]
         if not all(trials):
             return ()
-        found += min(trials, key=len, default=[])
+        found += min(trials, key=lambda reasons: len(reasons), default=[])
     return tuple(dict.fromkeys(found))
 
 
@@ -260,8 +260,8 @@ class AttentionMetadata:
     num_encoder_tokens: int | None = None
     cross_slot_mapping: torch.Tensor | None = None
     cross_block_tables: torch.Tensor | None = None
-    step: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What was derived once for this step and serves every layer; ``dataclasses.replace`` starts an empty one."""
+    step: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What was derived once for this step and serves every layer; looked up by the very tensors it came from."""
 
 
 class AttentionState(ABC):

@@ -70,7 +70,8 @@ def validate_metadata(
         step: Step = kept[1]
         return step
     step = _Check(metadata, str(attn_type), num_query_rows, num_key_rows, num_blocks, block_size).step()
-    metadata.step[asked] = (seen, step)
+    alive = [getattr(metadata, name) for name in _TENSORS]  # so that no other tensor can take over an id
+    metadata.step[asked] = (seen, step, alive)
     return step
 
 
