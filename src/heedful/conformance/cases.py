@@ -22,10 +22,11 @@ BATCHES: Final = (
     "padded",
     "empty",
     "speculative",
+    "long",
 )
 FAMILIES: Final = ("normal", "peaky", "coded")
 
-CACHED_ONLY: Final = frozenset({"decode", "mixed", "chunked", "prefix_hit", "speculative"})
+CACHED_ONLY: Final = frozenset({"decode", "mixed", "chunked", "prefix_hit", "speculative", "long"})
 """Batch kinds that read keys of earlier steps: without a cache they mean nothing."""
 
 _SHORT: Final = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -123,11 +124,26 @@ class Case:
     def spans(self) -> tuple[Span, ...]:
         """The sequences of the batch, prefills first. Cross attention also says how many encoder keys each has."""
         rows = _SPANS[self.batch](self.block_size)
+        if self.attn_type not in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+            rows += _WITH_CONTEXT.get(self.batch, ())
         if self.attn_type != AttentionType.ENCODER_DECODER:
             return rows
         lengths = (self.block_size + 3, 0, 2)
         return tuple(Span(s.context, s.query, s.decode, lengths[i % 3]) for i, s in enumerate(rows))
 
+
+def cells(profile: str) -> list[tuple[str, Case]]:
+    """Every (check name, case) of a profile; see checklist.py."""
+    from heedful.conformance.checklist import cells as listed  # it imports this module
+
+    return listed(profile)
+
+
+_WITH_CONTEXT: Final = {
+    "padded": (Span(17, 1, True), Span(3, 1, True)),
+    "empty": (Span(5, 0),),
+}
+"""What these kinds add where there is a cache."""
 
 _SPANS: Final[Mapping[str, Callable[[int], tuple[Span, ...]]]] = {
     "prefill": lambda page: (Span(0, 5), Span(0, page + 1), Span(0, 9)),
@@ -141,4 +157,5 @@ _SPANS: Final[Mapping[str, Callable[[int], tuple[Span, ...]]]] = {
     "padded": lambda page: (Span(0, 4), Span(0, page + 2), Span(0, 3)),
     "empty": lambda _page: (Span(0, 3), Span(0, 0), Span(0, 2)),
     "speculative": lambda page: (Span(page + 2, 3, True), Span(7, 2, True), Span(page - 1, 4, True)),
+    "long": lambda _page: (Span(0, 130), Span(2000, 3), Span(4095, 1, True)),
 }

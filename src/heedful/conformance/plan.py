@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-from heedful.conformance.results import Fidelity, Outcome
-from heedful.types import Device, SelectionRequest
+from heedful.backends.capabilities import row_reasons
+from heedful.conformance.checklist import check_profile, checks_for
+from heedful.conformance.results import Fidelity, Outcome, Waiver
+from heedful.types import Device, Reason, ReasonCode, SelectionRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from heedful.backends.base import AttentionBackend
+    from heedful.conformance.cases import Case
+    from heedful.conformance.checklist import Check
+
+SELECT: Final = "select"
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One fidelity at which a row can be proven, and what runs there."""
+    """One fidelity at which a row can be proven, and what runs there.
+
+    device: the generation that the lane's runner has; without one, a cell is expected to pass if any generation passes.
+    """
 
     fidelity: Fidelity
     backends: tuple[str, ...]
     profile: str
+    device: Device | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,7 @@ class Row:
     platform: str
     lanes: tuple[Lane, ...]
     selections: tuple[ExpectedSelection, ...] = ()
+    waivers: tuple[Waiver, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,86 @@ def lane_name(platform: str, lane: Lane) -> str:
     return f"{platform}.{lane.fidelity}"
 
 
+def selection_lane(platform: str) -> str:
+    """``cpu.select``: decisions on a stated device need no lane of a fidelity; any machine can prove them."""
+    return f"{platform}.{SELECT}"
+
+
 def plan(rows: Sequence[Row]) -> Plan:
     """Expected cells of every lane: its backends x checks x cases of its profile, then the row's selections."""
-    raise NotImplementedError  # replaced by the conformance work of this same change set
+    return Plan(tuple(cell for row in rows for cell in _row_cells(row)))
+
+
+def _row_cells(row: Row) -> Iterator[ExpectedCell]:
+    for planned in kernel_cells(row):
+        yield planned.expected
+    for selection in row.selections:
+        yield ExpectedCell(selection_lane(row.platform), selection_id(row.platform, selection), Outcome.PASS)
+
+
+def selection_id(platform: str, selection: ExpectedSelection) -> str:
+    """``cuda/SELECT/<name>``."""
+    return f"{platform}/SELECT/{selection.name}"
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """An expected cell together with what it takes to run it; backend is a registered name or ``module:Class``."""
+
+    expected: ExpectedCell
+    backend: str
+    check: str
+    module: str
+    case: Case
+
+
+def kernel_cells(row: Row) -> Iterator[PlannedCell]:
+    """The cells of a row's lanes that run a backend."""
+    from heedful.registry import load  # here, so that a reader of a matrix or a report needs no backend
+
+    for lane in row.lanes:
+        for name in lane.backends:
+            yield from backend_cells(load(name), name, row.platform, lane)
+
+
+def backend_cells(backend: type[AttentionBackend], spec: str, platform: str, lane: Lane) -> Iterator[PlannedCell]:
+    """One backend's cells in one lane: every check's cases, and what CAPABILITIES predict for each."""
+    check_profile(lane.profile)
+    devices = [lane.device] if lane.device is not None else _devices(backend, platform)
+
+    def claims(case: Case) -> bool:
+        return any(not backend.unsupported_reasons(case.request(), device) for device in devices)
+
+    for check in checks_for(backend.CAPABILITIES):
+        for case in check.cases(lane.profile, claims):
+            reason = refusal(backend, check, case, devices)
+            outcome = Outcome.PASS if reason is None else Outcome.NOT_SUPPORTED
+            cell_id = f"{platform}/{backend.name}/{check.name}[{case.id}]"
+            record = None if reason is None else reason.to_dict()
+            expected = ExpectedCell(lane_name(platform, lane), cell_id, outcome, record)
+            yield PlannedCell(expected, spec, check.name, check.module, case)
+
+
+def _devices(backend: type[AttentionBackend], platform: str) -> list[Device]:
+    """A device of every generation that the backend names on the platform; the plain device if it names none."""
+    named = {g for row in backend.CAPABILITIES if row.platform == platform for g in row.generations or ()}
+    return [Device(platform, arch=generation) for generation in sorted(named)] or [Device(platform)]
+
+
+def refusal(backend: type[AttentionBackend], check: Check, case: Case, devices: Sequence[Device]) -> Reason | None:
+    """Why no device runs the case: the backend's first reason, or the feature that the check needs of it."""
+    found = [_refusal_on(backend, check, case, device) for device in devices]
+    return None if None in found else found[0]
+
+
+def _refusal_on(backend: type[AttentionBackend], check: Check, case: Case, device: Device) -> Reason | None:
+    request = case.request()
+    reasons = backend.unsupported_reasons(request, device)
+    if reasons:
+        return reasons[0]
+    rows = [row for row in backend.CAPABILITIES if row.platform == device.platform]
+    fitting = [row for row in rows if not row_reasons(row, request, device)]
+    if not check.needs or any(check.needs <= row.features for row in fitting):
+        return None
+    words = ", ".join(sorted(check.needs))
+    return Reason(ReasonCode.CAPABILITY, f"{backend.name} has no {words} here", words, "what CAPABILITIES list")
