@@ -19,7 +19,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from heedful.conformance.plan import ExpectedSelection, Lane, Row
 from heedful.conformance.results import Fidelity
 from heedful.errors import BadInputError, MatrixError
-from heedful.report.schema import Check, Path, Violation, compile_schema, did_you_mean, load_schema
+from heedful.report.schema import Check, Path, Violation, compile_schema, hint_for, load_schema
 from heedful.types import Device, SelectionRequest, check_request
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Matrix:
         """The row of a platform; a platform without one is an error that names those that have."""
         found = next((row for row in self.rows if row.platform == platform), None)
         if found is None:
-            hint = did_you_mean(platform, [row.platform for row in self.rows])
+            hint = hint_for(platform, [row.platform for row in self.rows])
             raise BadInputError(f"{self.source} has no row for platform {platform!r}; {hint}")
         return found
 

@@ -11,9 +11,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from importlib.resources import files
 from typing import Any, Final
+
+from heedful.errors import did_you_mean
 
 Path = tuple[str | int, ...]
 """Keys and indices from the root to a value."""
@@ -57,10 +58,9 @@ def load_schema(package: str, name: str) -> Mapping[str, Any]:
     return schema
 
 
-def did_you_mean(word: str, legal: Sequence[str]) -> str:
+def hint_for(word: str, legal: Sequence[str]) -> str:
     """The nearest legal word, or all of them when none is near."""
-    near = get_close_matches(word, legal, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"legal are {', '.join(legal)}"
+    return did_you_mean(word, legal).removeprefix("; ") or f"legal are {', '.join(legal)}"
 
 
 def compile_schema(schema: Mapping[str, Any]) -> Check:
@@ -147,7 +147,7 @@ def _one_of(legal: Sequence[Any]) -> Check:
         if any(value == word and type(value) is type(word) for word in legal):
             return ()
         words = [word if isinstance(word, str) else json.dumps(word) for word in legal]
-        return (Violation((), f"{_shown(value)} is not legal here", did_you_mean(str(value), words)),)
+        return (Violation((), f"{_shown(value)} is not legal here", hint_for(str(value), words)),)
 
     return check
 
@@ -218,7 +218,7 @@ def _fields(children: Mapping[str, Check], required: tuple[str, ...], other: Che
         for key, item in value.items():
             child = children.get(key, other)
             if child is None:
-                broken.append(Violation((key,), f"unknown key {key!r}", did_you_mean(key, list(children))))
+                broken.append(Violation((key,), f"unknown key {key!r}", hint_for(key, list(children))))
             elif found := child(item):
                 broken += _under(key, found)
         return broken
