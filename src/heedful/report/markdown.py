@@ -1,0 +1,201 @@
+"""Markdown for people: the verdict first, then what is not as planned, then what the claims rest on."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from heedful.conformance.results import Outcome
+from heedful.report.sections import Section, code, fenced, table
+from heedful.report.text import backend_of, check_of, explanation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from heedful.report.model import Deviation, Report
+
+LIMIT: Final = 1_000_000
+"""Bytes. A GitHub step summary is dropped whole when it passes 1 MiB (1,048,576 bytes)."""
+_UNEXPECTED: Final = "Not as planned"
+_FAILURES_SHARE: Final = 0.6
+"""Of the room: however many cells failed, the selections and margins are still shown."""
+
+
+def render(report: Report, limit: int = LIMIT) -> str:
+    """The report as one Markdown document. Rows past ``limit`` bytes are cut, and counted where they were cut.
+
+    Headings and counts always stand, so the text may pass the limit by a few thousand bytes, never by more.
+    """
+    head = _verdict(report)
+    # in the order in which they are read, and the rank by which they get their room
+    ranked = (
+        (0, _counts(report)),
+        (2, _lanes(report)),
+        (3, _unexpected(report)),
+        (4, _selections(report)),
+        (5, _margins(report)),
+        (6, _refusals(report)),
+        (7, _not_run(report)),
+        (1, _provenance(report)),
+    )
+    room = limit - len(head.encode())
+    fitted: dict[int, str] = {}
+    for rank, section in sorted(((r, s) for r, s in ranked if s is not None), key=lambda entry: entry[0]):
+        share = _FAILURES_SHARE if section.title == _UNEXPECTED else 1.0
+        fitted[rank] = section.fit(int(room * share))
+        room -= len(fitted[rank].encode()) + 1
+    return "\n".join([head, *(fitted[rank] for rank, _ in ranked if rank in fitted)])
+
+
+def _verdict(report: Report) -> str:
+    lines = ["# heedful conformance report", "", f"**{_sentence(report)}**"]
+    if report.partial:
+        asked = ", ".join(code(pattern) for pattern in report.only[:20])
+        more = f" and {len(report.only) - 20} more patterns" if len(report.only) > 20 else ""
+        part = f"{len(report.selected)} of {len(report.expected)} planned cells"
+        lines += ["", f"Partial: narrowed to {asked}{more}. It proves only {part}."]
+    return "\n".join([*lines, ""])
+
+
+def _sentence(report: Report) -> str:
+    if not report.reached and not report.unexpected:
+        return f"NOTHING REACHED: none of {len(report.selected)} cells could run."
+    ran = f"{report.reached} of {len(report.selected)} cells ran"
+    if report.unexpected:
+        lost = f", {len(report.lost)} of them without a result" if report.lost else ""
+        return f"NOT AS PLANNED: {len(report.unexpected)} cells{lost}; {ran}."
+    return f"AS PLANNED: {ran}, and each ended as planned."
+
+
+def _counts(report: Report) -> Section:
+    rows = [(str(outcome), str(count)) for outcome, count in report.counts.items()]
+    if report.lost:
+        rows.append(("no result", str(len(report.lost))))
+    return table("Outcomes", ("outcome", "#cells"), rows)
+
+
+def _lanes(report: Report) -> Section:
+    planned = Counter((cell.lane, backend_of(cell.id)) for cell in report.expected)
+    asked = Counter((cell.lane, backend_of(cell.id)) for cell in report.selected)
+    ran = Counter((r.lane, backend_of(r.id)) for r in report.results if r.outcome is not Outcome.NOT_RUN)
+    wrong = Counter((d.lane, backend_of(d.id)) for d in report.unexpected)
+    columns = ("lane", "backend", "profile", "#planned", "#asked for", "#ran", "#not as planned")
+    rows = (
+        (
+            code(lane),
+            code(backend),
+            code(report.profiles.get(lane, "")),
+            *(str(count[lane, backend]) for count in (planned, asked, ran, wrong)),
+        )
+        for lane, backend in dict.fromkeys([*planned, *ran, *wrong])
+    )
+    return table("Planned and run", columns, rows)
+
+
+def _unexpected(report: Report) -> Section | None:
+    if not report.unexpected:
+        return None
+    return Section(_UNEXPECTED, (), tuple(_deviation(report, deviation) for deviation in report.unexpected))
+
+
+def _deviation(report: Report, deviation: Deviation) -> str:
+    blocks = [f"### {code(deviation.id, 300)}", "", f"{deviation.text}, in {code(deviation.lane)}.", ""]
+    result = deviation.result
+    if result is not None and (detail := result.detail or explanation(result.reason, "")):
+        blocks += [fenced(detail), ""]
+    if again := report.reproducing.get((deviation.lane, deviation.id)):
+        blocks += [fenced(again, "sh"), ""]
+    return "\n".join(blocks)
+
+
+def _selections(report: Report) -> Section | None:
+    if not report.selections:
+        return None
+    columns = ("selection", "device", "chosen", "by", "refused, and why")
+    rows = (
+        (
+            code(check_of(record["id"])),
+            code(record["device"]),
+            code(record["backend"] or "none"),
+            code(f"{record['chosen_by']} ({record['policy']})"),
+            _refused(record["candidates"]),
+        )
+        for record in report.selections
+    )
+    return table("Selections", columns, rows)
+
+
+def _refused(candidates: Iterable[Mapping[str, Any]]) -> str:
+    told = []
+    for candidate in candidates:
+        codes = dict.fromkeys(str(reason.get("code", "?")) for reason in candidate["reasons"])
+        if codes:
+            told.append(code(f"{candidate['backend']}: {', '.join(codes)}"))
+    return " ".join(told[:20]) or "–"
+
+
+def _margins(report: Report) -> Section | None:
+    worst: dict[tuple[str, str], tuple[float, str, str]] = {}
+    for result in report.results:
+        group = (backend_of(result.id), _dtype(result.id))
+        for measure, value in result.margins.items():
+            share = math.inf if math.isnan(value) else value
+            if group not in worst or share > worst[group][0]:
+                worst[group] = (share, measure, check_of(result.id))
+    if not worst:
+        return None
+    intro = ("The largest error of each backend and dtype, as a share of what is allowed. 1 is the limit.",)
+    rows = (
+        (code(backend), code(dtype), f"{share:.3g}", code(measure), code(check))
+        for (backend, dtype), (share, measure, check) in sorted(worst.items())
+    )
+    return table("Margins", ("backend", "dtype", "#worst", "of", "in"), rows, intro)
+
+
+def _dtype(cell_id: str) -> str:
+    """A case's id starts with the word for its dtype."""
+    return cell_id.partition("[")[2].partition("-")[0].rstrip("]")
+
+
+def _refusals(report: Report) -> Section | None:
+    return _grouped(report, Outcome.NOT_SUPPORTED, "Not supported")
+
+
+def _not_run(report: Report) -> Section | None:
+    return _grouped(report, Outcome.NOT_RUN, "Not run")
+
+
+def _grouped(report: Report, outcome: Outcome, title: str) -> Section | None:
+    results = [result for result in report.results if result.outcome is outcome]
+    if not results:
+        return None
+    counts = Counter((r.lane, backend_of(r.id), explanation(r.reason, r.detail)) for r in results)
+    rows = ((code(lane), code(who), code(why), str(count)) for (lane, who, why), count in counts.most_common())
+    return table(title, ("lane", "backend", "reason", "#cells"), rows)
+
+
+def _provenance(report: Report) -> Section:
+    rows = ((name, code(value, 500)) for name, value in _facts(report) if value)
+    return table("Provenance", ("fact", "value"), rows)
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    made = report.provenance
+    simulated = " (simulated)" if made.simulated else ""
+    yield "heedful", made.heedful
+    yield "commit", f"{made.commit}{', with changes' if made.dirty else ''}" if made.commit else "not from a checkout"
+    yield "device", f"{made.device} {made.device_name}".strip() + simulated
+    yield "processor", f"{made.cpu}, {made.cores} cores, {made.machine}"
+    yield "system", f"{made.os}, {made.kernel}"
+    yield "ran on", made.place
+    yield "Python", made.python
+    yield "torch", made.torch
+    yield "packages", f"{len(made.packages)}, listed in the JSON report"
+    yield "command", shlex.join(made.command)
+    yield "seeds", ", ".join(map(str, made.seeds))
+    yield "environment", " ".join(f"{name}={value}" for name, value in made.environment.items())
+    yield "time", f"{made.started} to {made.finished}"
+    yield "seconds in cells", f"{sum(result.seconds for result in report.results):.1f}"
+    yield "plan", report.plan_hash
