@@ -117,7 +117,8 @@ def claim_reasons(
         trials = [_row_reasons(row, trial) for trial in _trials(row, request, known)]
         if not all(trials):
             return ()
-        found += min(trials, key=lambda reasons: len(reasons), default=[])
+        fewest: list[Reason] = min(trials, key=len, default=[])
+        found.extend(fewest)
     return tuple(dict.fromkeys(found))
 
 

@@ -6,7 +6,7 @@ A bad length, block table or slot is a MetadataError that names the sequence, be
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -44,6 +44,11 @@ class Step:
     def num_tokens(self) -> int:
         """Query rows that belong to a sequence; later rows are padding."""
         return self.query_starts[-1]
+
+    @property
+    def key_starts(self) -> tuple[int, ...]:
+        """First flat key row of each sequence, where keys are not read from a cache."""
+        return tuple(accumulate(self.key_lens, initial=0))
 
     @property
     def query_lens(self) -> tuple[int, ...]:

@@ -1,0 +1,132 @@
+"""What a layer's constructor and forward accept, said once for every backend: one clear error for each violation."""
+
+from __future__ import annotations
+
+import math
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from heedful.errors import BadInputError, UnknownArgumentError
+from heedful.types import AttentionType
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INIT_WORDS = (
+    "num_heads",
+    "head_size",
+    "scale",
+    "num_kv_heads",
+    "alibi_slopes",
+    "sliding_window",
+    "kv_cache_dtype",
+    "blocksparse_params",
+    "logits_soft_cap",
+    "sinks",
+    "head_size_v",
+)
+FORWARD_WORDS = (
+    "query",
+    "key",
+    "value",
+    "kv_cache",
+    "attn_metadata",
+    "k_scale",
+    "v_scale",
+    "attn_type",
+    "output",
+    "output_lse",
+)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def refuse_unknown(where: str, given: Mapping[str, object], known: Sequence[str]) -> None:
+    """Raise UnknownArgumentError for the first keyword that is not part of the contract."""
+    for word in given:
+        near = get_close_matches(word, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+        raise UnknownArgumentError(f"{where} got an unknown argument {word!r}; {hint}")
+
+
+def whole_number(name: str, value: Any) -> int:
+    """An int that is one: a float or a bool is an error."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadInputError(f"{name} is {value!r}; give a whole number")
+    return value
+
+
+def positive_number(name: str, value: Any) -> float:
+    """A float that is positive and finite; a 0-dim tensor counts as its value."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() != 0:
+            raise BadInputError(f"{name} is a tensor of shape {list(value.shape)}; give one number or a 0-dim tensor")
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise BadInputError(f"{name} is {value!r}; give one positive finite number")
+    if not (math.isfinite(value) and value > 0):
+        raise BadInputError(f"{name} is {value}; it must be positive and finite")
+    return float(value)
+
+
+def per_head(name: str, values: Any, num_heads: int, *, finite: bool) -> torch.Tensor | None:
+    """fp32 [num_heads] on the device it came on; None stays None. finite: -inf is an error as NaN and +inf are."""
+    if values is None:
+        return None
+    try:
+        found = torch.as_tensor(values).detach().to(torch.float32)
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise BadInputError(f"{name} is {values!r}; give {num_heads} numbers, one a query head") from cause
+    if tuple(found.shape) != (num_heads,):
+        raise BadInputError(f"{name} has shape {list(found.shape)}; give [{num_heads}], one number a query head")
+    bad = ~found.isfinite() & ((found != -math.inf) | finite)
+    if bad.any():
+        head = int(bad.nonzero()[0])
+        raise BadInputError(f"{name}[{head}] is {float(found[head])}; give a finite number")
+    return found.clone()
+
+
+def attention_type(word: object) -> AttentionType:
+    """One of the four words, or an error that lists them."""
+    try:
+        return AttentionType(word)  # type: ignore[arg-type]
+    except ValueError as cause:
+        raise BadInputError(f"unknown attn_type {word!r}; give one of {', '.join(AttentionType)}") from cause
+
+
+def rows_of_heads(name: str, x: Any, heads: int, size: int) -> torch.Tensor:
+    """x as a view [rows, heads, size]; the flat form [rows, heads*size] is accepted."""
+    if not isinstance(x, torch.Tensor):
+        raise BadInputError(f"{name} is {type(x).__name__}; give a tensor [tokens, {heads}, {size}]")
+    if x.dim() == 2 and x.shape[1] == heads * size:
+        return x.unflatten(1, (heads, size))
+    if x.dim() != 3 or tuple(x.shape[1:]) != (heads, size):
+        wanted = f"[tokens, {heads}, {size}] or [tokens, {heads * size}]"
+        raise BadInputError(f"{name} has shape {list(x.shape)}; give {wanted}")
+    return x
+
+
+def same_kind(name: str, x: torch.Tensor, query: torch.Tensor) -> None:
+    """x must have the query's dtype and device."""
+    if x.dtype != query.dtype:
+        raise BadInputError(f"{name} is {name_of(x.dtype)}, but query is {name_of(query.dtype)}; give both one dtype")
+    if x.device != query.device:
+        raise BadInputError(f"{name} is on {x.device}, but query is on {query.device}; put both on one device")
+
+
+def writable(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that forward fills in place: right shape, dtype and device, and no two elements in one place."""
+    if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape:
+        got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise BadInputError(f"{name} is {got}; give {name_of(dtype)} {list(shape)}")
+    if x.dtype != dtype or x.device != device:
+        raise BadInputError(f"{name} is {name_of(x.dtype)} on {x.device}; give {name_of(dtype)} on {device}")
+    if any(stride == 0 and length > 1 for stride, length in zip(x.stride(), x.shape, strict=True)):
+        raise BadInputError(f"{name} has stride 0 and cannot be filled row by row; give one that owns its elements")
+    return x
