@@ -95,7 +95,7 @@ class ModelRunner:
     def _select(self) -> type[AttentionBackend]:
         asked = self._request()
         return get_attn_backend(
-            asked.head_size, asked.sliding_window, asked.dtype, asked.kv_cache_dtype, asked.block_size, False
+            asked.head_size, asked.sliding_window, asked.dtype, asked.kv_cache_dtype, asked.block_size, False, False
         )
 
     def _same_backend(self, part: str) -> type[AttentionBackend]:

@@ -78,22 +78,28 @@ def load_checkpoint(path: str | Path, dtype: str = "float32") -> Checkpoint:
     where = _location(path)
     transformers = _loader(needs_gguf="gguf_file" in where[1])
     try:
-        hf_config = transformers.AutoConfig.from_pretrained(where[0], **where[1])
-        refuse_other_models(hf_config, str(path))
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            where[0], config=hf_config, dtype=getattr(torch, dtype), **where[1]
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(where[0], **where[1])
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        if isinstance(error, WeightsError):
-            raise
-        raise WeightsError(
-            f"{path} cannot be read: {_first_line(error)}; give a Llama-type GGUF file or directory"
-        ) from error
+        model, tokenizer = _load(transformers, where, str(path), dtype)
+    except WeightsError:
+        raise
+    except Exception as error:  # a foreign parser on a foreign file: it may raise anything
+        cause = f"{type(error).__name__}: {_first_line(error)}"
+        hint = "give a Llama-type GGUF file or directory"
+        raise WeightsError(f"{path} cannot be read: {cause}; {hint}") from error
     checkpoint = from_transformers(model, tokenizer, dtype, str(path))
     del model
     gc.collect()  # the loader's own copies make cycles
     return checkpoint
+
+
+def _load(transformers: Any, where: tuple[str, dict[str, Any]], source: str, dtype: str) -> tuple[Any, Any]:
+    """(model, tokenizer); the config is read first, so that another architecture costs no weights."""
+    folder, options = where
+    hf_config = transformers.AutoConfig.from_pretrained(folder, **options)
+    refuse_other_models(hf_config, source)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=hf_config, dtype=getattr(torch, dtype), **options
+    )
+    return model, transformers.AutoTokenizer.from_pretrained(folder, **options)
 
 
 def from_transformers(model: Any, tokenizer: Any = None, dtype: str = "float32", source: str = "memory") -> Checkpoint:
@@ -130,7 +136,7 @@ def model_config(hf_config: Any) -> ModelConfig:
 def refuse_other_models(hf_config: Any, source: str) -> None:
     """Raise WeightsError for a model that the runner would compute wrongly, naming what is different."""
     rotary = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    kind = rotary.get("rope_type", "default")
+    kind = rotary.get("rope_type") or rotary.get("type") or "default"  # transformers 4 knew both words
     activation = getattr(hf_config, "hidden_act", "silu")
     checks = (
         (hf_config.model_type in LLAMA_TYPES, f"architecture {hf_config.model_type!r}"),
