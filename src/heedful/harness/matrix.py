@@ -7,29 +7,30 @@ The file is plain data: no anchors, aliases or tags, no key twice, and versions 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Final
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from heedful.conformance.plan import ExpectedSelection, Lane, Row
-from heedful.conformance.results import Fidelity
-from heedful.errors import BadInputError, MatrixError
+from heedful.conformance.plan import ExpectedSelection, Lane, Row, plan
+from heedful.conformance.results import Fidelity, Outcome, Waiver, select_ids
+from heedful.errors import BadInputError, MatrixError, NothingToRunError
 from heedful.report.schema import Check, Path, Violation, compile_schema, hint_for, load_schema
 from heedful.types import Device, SelectionRequest, check_request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 NAME: Final = "matrix.yaml"
 _HERE: Final = FilePath(__file__).parent
 _SHIPPED: Final = (_HERE / NAME, _HERE.parents[2] / NAME)
 """The copy inside a wheel, and the file itself where heedful runs from a checkout."""
 
+_DEEPEST: Final = 20
 _READ_AS: Final = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "null")}
 _TEXT: Final = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "timestamp")}
 
@@ -57,10 +58,11 @@ def load_matrix(path: str | FilePath | None = None) -> Matrix:
     """
     source = _find() if path is None else FilePath(path)
     document = _read(source)
-    violations = _schema()(document.value) or list(_breaches(document.value))
-    if violations:
-        raise MatrixError("\n".join(document.at(violation) for violation in violations))
-    return Matrix(str(source), tuple(_row(*entry) for entry in document.value["platforms"].items()))
+    document.refuse(_schema()(document.value))
+    document.refuse(list(_breaches(document.value)))
+    rows = tuple(_row(*entry) for entry in document.value["platforms"].items())
+    document.refuse([violation for row in rows for violation in _unmatched_waivers(row)])
+    return Matrix(str(source), rows)
 
 
 def _find() -> FilePath:
@@ -87,7 +89,12 @@ class _Document:
     value: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
 
-    def at(self, violation: Violation) -> str:
+    def refuse(self, violations: Sequence[Violation]) -> None:
+        """Raise MatrixError with every violation, a line each, if there are any."""
+        if violations:
+            raise MatrixError("\n".join(self._at(violation) for violation in violations))
+
+    def _at(self, violation: Violation) -> str:
         """The violation with its file and line: that of the nearest enclosing key where it has none itself."""
         path = violation.path
         while path and path not in self.lines:
@@ -99,14 +106,12 @@ def _read(source: FilePath) -> _Document:
     document = _Document(source)
     try:
         text = source.read_text(encoding="utf-8")
-        _refuse_aliases(text)
+        _refuse_traps(text)
         document.value = _value(YAML(typ="safe", pure=True).compose(text), (), document)
     except OSError as error:
         raise MatrixError(f"cannot read {source}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise MatrixError(f"{source} is not a text file in UTF-8: {error.reason} at byte {error.start}") from error
-    except RecursionError as error:
-        raise MatrixError(f"{source} is nested too deeply for a matrix") from error
     except (YAMLError, _UnreadableError) as error:
         raise MatrixError(_located(source, error)) from error
     return document
@@ -128,13 +133,16 @@ def _located(source: FilePath, error: Exception) -> str:
     return f"{source}:{mark.line + 1 if mark else 1}: not readable as YAML: {what}"
 
 
-def _refuse_aliases(text: str) -> None:
-    # before composing: a few lines of nested aliases unfold to gigabytes
+def _refuse_traps(text: str) -> None:
+    # before composing: nested aliases unfold to gigabytes, nesting without end takes minutes
+    depth = 0
     for event in YAML(typ="safe", pure=True).parse(text):
+        line = event.start_mark.line + 1
         if isinstance(event, AliasEvent):
-            raise _UnreadableError(
-                event.start_mark.line + 1, f"aliases are not read; write out what *{event.anchor} means"
-            )
+            raise _UnreadableError(line, f"aliases are not read; write out what *{event.anchor} means")
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise _UnreadableError(line, f"nested deeper than {_DEEPEST} levels, which no matrix is")
 
 
 def _value(node: Node | None, path: Path, document: _Document) -> Any:
@@ -183,19 +191,30 @@ def _scalar(node: Node) -> Any:
 def _breaches(value: Mapping[str, Any]) -> Iterator[Violation]:
     """What the schema's language cannot say: one of two keys, a capability's form, a request that means nothing."""
     for platform, row in value["platforms"].items():
+        for index, waiver in enumerate(row.get("waivers", ())):
+            yield from _raised(partial(_waiver, waiver), ("platforms", platform, "waivers", index))
         for name, selection in row.get("selections", {}).items():
             path: Path = ("platforms", platform, "selections", name)
-            yield from _request_breaches(selection["request"], (*path, "request"))
+            request = SelectionRequest(**selection["request"])
+            yield from _raised(partial(check_request, request), (*path, "request"))
             for index, entry in enumerate(selection["expect"]):
                 yield from _expectation_breaches(platform, entry, (*path, "expect", index))
             yield from _repeated(selection["expect"], (*path, "expect"))
 
 
-def _request_breaches(request: Mapping[str, Any], path: Path) -> Iterator[Violation]:
+def _raised(check: Callable[[], object], path: Path) -> Iterator[Violation]:
     try:
-        check_request(SelectionRequest(**request))
-    except BadInputError as error:
+        check()
+    except (BadInputError, NothingToRunError) as error:
         yield Violation(path, str(error))
+
+
+def _unmatched_waivers(row: Row) -> Iterator[Violation]:
+    # a plan takes a moment to make: only for a row that has waivers
+    ids = [cell.id for cell in plan([row]).cells] if row.waivers else []
+    for index, waiver in enumerate(row.waivers):
+        path: Path = ("platforms", row.platform, "waivers", index, "pattern")
+        yield from _raised(partial(select_ids, waiver.pattern, ids), path)
 
 
 def _expectation_breaches(platform: str, entry: Mapping[str, Any], path: Path) -> Iterator[Violation]:
@@ -219,8 +238,13 @@ def _repeated(entries: Sequence[Mapping[str, Any]], path: Path) -> Iterator[Viol
 
 def _row(platform: str, value: Mapping[str, Any]) -> Row:
     lanes = (Lane(Fidelity(name), tuple(v["backends"]), v["profile"]) for name, v in value["lanes"].items())
-    selections = value.get("selections", {}).items()
-    return Row(platform, tuple(lanes), tuple(s for name, entry in selections for s in _expected(platform, name, entry)))
+    named = value.get("selections", {}).items()
+    selections = (expected for name, entry in named for expected in _expected(platform, name, entry))
+    return Row(platform, tuple(lanes), tuple(selections), tuple(map(_waiver, value.get("waivers", ()))))
+
+
+def _waiver(value: Mapping[str, Any]) -> Waiver:
+    return Waiver(**{**value, "outcome": Outcome(value["outcome"])})
 
 
 def _expected(platform: str, name: str, value: Mapping[str, Any]) -> Iterator[ExpectedSelection]:
