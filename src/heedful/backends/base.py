@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import lru_cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heedful.backends.capabilities import Capability, row_reasons, supported_variant, unsupported_reasons
-from heedful.errors import BadInputError, UnsupportedError
+from heedful.errors import BadInputError, UnknownArgumentError, UnsupportedError
 from heedful.types import KV_CACHE_DTYPES, AttentionType, Device, Reason, ReasonCode, SelectionRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -90,6 +92,15 @@ class AttentionBackend(ABC):
     def variant_for(cls, request: SelectionRequest, device: Device) -> str | None:
         """The first capability row without a reason: the sub-version that would run."""
         return supported_variant(cls.CAPABILITIES, request, device)
+
+
+def refuse_unknown(where: str, given: Mapping[str, object], contract: Callable[..., object]) -> None:
+    """Raise UnknownArgumentError for the first keyword given that the contract's method does not have."""
+    for word in given:
+        known = [name for name in signature(contract).parameters if name != "self"]
+        near = get_close_matches(word, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+        raise UnknownArgumentError(f"{where} got an unknown argument {word!r}; {hint}")
 
 
 def refuse_unsupported(

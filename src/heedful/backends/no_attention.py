@@ -1,10 +1,12 @@
 """NO_ATTENTION: the backend of models without attention. It needs no cache memory and refuses to attend."""
 
+# ruff: noqa: ARG002, ARG004 - the contract's arguments mean nothing here
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from heedful.backends.base import AttentionBackend, AttentionImpl, AttentionMetadata, refuse_unsupported
+from heedful.backends.base import AttentionBackend, AttentionImpl, AttentionMetadata, refuse_unknown, refuse_unsupported
 from heedful.backends.capabilities import Capability, Sizes
 from heedful.errors import UnsupportedError
 from heedful.types import DTYPES, KV_CACHE_DTYPES, PLATFORMS, AttentionType, Reason, ReasonCode, SelectionRequest
@@ -44,12 +46,12 @@ class NoAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_shape(
-        num_blocks: int,  # noqa: ARG004
-        block_size: int,  # noqa: ARG004
-        num_kv_heads: int,  # noqa: ARG004
-        head_size: int,  # noqa: ARG004
-        kv_cache_dtype: str = "auto",  # noqa: ARG004
-        head_size_v: int | None = None,  # noqa: ARG004
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        kv_cache_dtype: str = "auto",
+        head_size_v: int | None = None,
     ) -> tuple[int, ...]:
         """(0,): an allocation of it takes no memory."""
         return (0,)
@@ -76,7 +78,7 @@ class NoAttentionImpl(AttentionImpl):
         self,
         num_heads: int,
         head_size: int,
-        scale: float,  # noqa: ARG002
+        scale: float,
         num_kv_heads: int | None = None,
         alibi_slopes: Sequence[float] | torch.Tensor | None = None,
         sliding_window: int | None = None,
@@ -85,8 +87,10 @@ class NoAttentionImpl(AttentionImpl):
         logits_soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
         head_size_v: int | None = None,
+        **unknown: object,
     ) -> None:
         """A layer with heads has attention, and one with a window, ALiBi, … asks for it: both are refused."""
+        refuse_unknown("NoAttentionImpl()", unknown, AttentionImpl.__init__)
         request = SelectionRequest(
             head_size=head_size,
             sliding_window=sliding_window,
@@ -104,16 +108,16 @@ class NoAttentionImpl(AttentionImpl):
 
     def forward(
         self,
-        query: torch.Tensor,  # noqa: ARG002
-        key: torch.Tensor | None,  # noqa: ARG002
-        value: torch.Tensor | None,  # noqa: ARG002
-        kv_cache: KVCache,  # noqa: ARG002
-        attn_metadata: AttentionMetadata,  # noqa: ARG002
-        k_scale: float | torch.Tensor = 1.0,  # noqa: ARG002
-        v_scale: float | torch.Tensor = 1.0,  # noqa: ARG002
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache,
+        attn_metadata: AttentionMetadata,
+        k_scale: float | torch.Tensor = 1.0,
+        v_scale: float | torch.Tensor = 1.0,
         attn_type: AttentionType | str = AttentionType.DECODER,
-        output: torch.Tensor | None = None,  # noqa: ARG002
-        output_lse: torch.Tensor | None = None,  # noqa: ARG002
+        output: torch.Tensor | None = None,
+        output_lse: torch.Tensor | None = None,
     ) -> NoReturn:
         """Always an error: nothing in an attention-free model attends."""
         text = "NO_ATTENTION serves attention-free models, which have nothing to attend with"

@@ -3,56 +3,19 @@
 from __future__ import annotations
 
 import math
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from heedful.errors import BadInputError, UnknownArgumentError
+from heedful.errors import BadInputError
 from heedful.types import AttentionType
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INIT_WORDS = (
-    "num_heads",
-    "head_size",
-    "scale",
-    "num_kv_heads",
-    "alibi_slopes",
-    "sliding_window",
-    "kv_cache_dtype",
-    "blocksparse_params",
-    "logits_soft_cap",
-    "sinks",
-    "head_size_v",
-)
-FORWARD_WORDS = (
-    "query",
-    "key",
-    "value",
-    "kv_cache",
-    "attn_metadata",
-    "k_scale",
-    "v_scale",
-    "attn_type",
-    "output",
-    "output_lse",
-)
 
 
 def name_of(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` -> ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
-
-
-def refuse_unknown(where: str, given: Mapping[str, object], known: Sequence[str]) -> None:
-    """Raise UnknownArgumentError for the first keyword that is not part of the contract."""
-    for word in given:
-        near = get_close_matches(word, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
-        raise UnknownArgumentError(f"{where} got an unknown argument {word!r}; {hint}")
 
 
 def whole_number(name: str, value: Any) -> int:

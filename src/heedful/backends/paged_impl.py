@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from heedful.backends import paged_arguments as arguments
-from heedful.backends.base import AttentionBackend, AttentionImpl, AttentionMetadata, refuse_unsupported
+from heedful.backends.base import AttentionBackend, AttentionImpl, AttentionMetadata, refuse_unknown, refuse_unsupported
 from heedful.backends.paged import cache_dtype, cache_parts, validate_metadata, write_cache
 from heedful.errors import BadInputError, UnsupportedError
 from heedful.types import AttentionType, Reason, ReasonCode, SelectionRequest, check_request
@@ -68,7 +68,7 @@ class PagedImpl(AttentionImpl):
         **unknown: object,
     ) -> None:
         """See AttentionImpl."""
-        arguments.refuse_unknown(f"{type(self).__name__}()", unknown, arguments.INIT_WORDS)
+        refuse_unknown(f"{type(self).__name__}()", unknown, AttentionImpl.__init__)
         self.num_heads = arguments.whole_number("num_heads", num_heads)
         self.num_kv_heads = num_heads if num_kv_heads is None else arguments.whole_number("num_kv_heads", num_kv_heads)
         self.head_size = arguments.whole_number("head_size", head_size)
@@ -117,7 +117,7 @@ class PagedImpl(AttentionImpl):
         **unknown: object,
     ) -> torch.Tensor:
         """See AttentionImpl."""
-        arguments.refuse_unknown(f"{type(self).__name__}.forward()", unknown, arguments.FORWARD_WORDS)
+        refuse_unknown(f"{type(self).__name__}.forward()", unknown, AttentionImpl.forward)
         with torch.no_grad():
             scales = self._scales(k_scale, v_scale)
             answer = self._answer(query, output)
