@@ -46,7 +46,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _global_options(
     context: typer.Context,
-    version: Annotated[
+    _asked_version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error as well.")] = False,

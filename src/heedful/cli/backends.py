@@ -111,4 +111,6 @@ def _claims(rows: tuple[Capability, ...]) -> Table:
 def _told(value: object) -> str:
     if isinstance(value, list):
         return ", ".join("+".join(item) if isinstance(item, list) else str(item) for item in value) or "none"
-    return {None: "any", True: "yes", False: "no"}.get(value, str(value)) if value in (None, True, False) else str(value)
+    return (
+        {None: "any", True: "yes", False: "no"}.get(value, str(value)) if value in (None, True, False) else str(value)
+    )

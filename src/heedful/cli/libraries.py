@@ -40,7 +40,9 @@ def _availability(name: str, backend: type[AttentionBackend], device: Device, fa
 
     platforms = tuple(dict.fromkeys(row.platform for row in backend.CAPABILITIES))
     if device.platform not in platforms:
-        return Availability(name, platforms, f"runs on {', '.join(platforms) or 'no platform'}, not on {device.platform}")
+        return Availability(
+            name, platforms, f"runs on {', '.join(platforms) or 'no platform'}, not on {device.platform}"
+        )
     tried = [_versions(libraries, facts) for libraries in needs(name, backend, device)]
     found = next((versions for versions in tried if isinstance(versions, str)), None)
     if found is not None:

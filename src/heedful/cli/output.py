@@ -81,7 +81,9 @@ def write_file(path: Path, text: str) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise BadInputError(f"cannot write {path}: {error.strerror or error}; give a path in a writable folder") from error
+        raise BadInputError(
+            f"cannot write {path}: {error.strerror or error}; give a path in a writable folder"
+        ) from error
 
 
 def _discard_stdout() -> None:

@@ -11,7 +11,7 @@ from heedful.conformance.results import CheckResult, Outcome
 
 SECONDS_A_LINE = 10.0
 """A plain log says that it is alive about this often."""
-LOUD = frozenset({Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT, Outcome.DEVICE_LOST, Outcome.INFRA_ERROR, Outcome.XPASS})
+LOUD = frozenset(Outcome) - {Outcome.PASS, Outcome.NOT_SUPPORTED, Outcome.WAIVED, Outcome.NOT_RUN}
 
 
 def watched(results: Iterable[CheckResult], total: int) -> Iterator[CheckResult]:
