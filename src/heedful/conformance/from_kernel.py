@@ -174,9 +174,9 @@ def _batch(step: Step, tables: torch.Tensor, device: torch.device) -> _Batch:
     starts = list(accumulate((step.query_lens[i] for i in alive), initial=0))
     rows = [row for i in alive for row in range(*step.query_starts[i : i + 2])]
     chosen = None if len(rows) == step.num_tokens else torch.tensor(rows, device=device)
-    numbers = (torch.tensor(values, dtype=torch.int32) for values in (starts, [step.key_lens[i] for i in alive]))
-    used = tables[torch.tensor(alive, dtype=torch.int64)].int()
-    return _Batch(used.to(device), *(x.to(device) for x in numbers), chosen, len(rows))
+    lens = torch.tensor([step.key_lens[i] for i in alive], dtype=torch.int32, device=device)
+    used = tables[torch.tensor(alive, dtype=torch.int64)].to(device, torch.int32)
+    return _Batch(used, torch.tensor(starts, dtype=torch.int32, device=device), lens, chosen, len(rows))
 
 
 class KernelImpl(PagedImpl):
