@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import zlib
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -50,7 +51,8 @@ def replace_file(target: Path, content: bytes) -> None:
     except OSError as error:
         raise ReportError(f"cannot write the report to {target}: {error.strerror or error}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -111,13 +113,19 @@ def _parse(source: Path, content: bytes) -> Any:
     try:
         return json.loads(content, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        cut = "truncated" if error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated") else "damaged"
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ReportError(f"{source} is {cut}, or no JSON at all: {error.msg} at {where}") from error
+        what = "truncated" if _is_cut(error) else "damaged, or no JSON at all"
+        raise ReportError(f"{source} is {what}: {error.msg} at line {error.lineno}, column {error.colno}") from error
     except UnicodeDecodeError as error:
         raise ReportError(f"{source} is no text file: {error.reason} at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{source} is not JSON that a report can hold: {error}") from error
+
+
+def _is_cut(error: json.JSONDecodeError) -> bool:
+    """Whether JSON was begun and not ended: the usual trace of a writer that was killed or of a half download."""
+    text = error.doc.strip()
+    ended = text.endswith("}") and error.pos < len(error.doc.rstrip()) and not error.msg.startswith("Unterminated")
+    return text.startswith("{") and not ended
 
 
 def _refuse_constant(word: str) -> NoReturn:

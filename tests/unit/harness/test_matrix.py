@@ -165,7 +165,7 @@ def test_nesting_without_end_is_an_error_and_no_crash(tmp_path):
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path):
-    with pytest.raises(MatrixError, match="cannot read .*none.yaml: No such file"):
+    with pytest.raises(MatrixError, match=r"cannot read .*none\.yaml: No such file"):
         load_matrix(tmp_path / "none.yaml")
     (tmp_path / "matrix.yaml").write_bytes(b'version: "\xff"')
     with pytest.raises(MatrixError, match="is not a text file in UTF-8: invalid start byte at byte 10"):
