@@ -68,7 +68,7 @@ def rows_of_heads(name: str, x: Any, heads: int, size: int) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise BadInputError(f"{name} is {type(x).__name__}; give a tensor [tokens, {heads}, {size}]")
     if x.dim() == 2 and x.shape[1] == heads * size:
-        return x.unflatten(1, (heads, size))
+        return x.view(len(x), heads, size)
     if x.dim() != 3 or tuple(x.shape[1:]) != (heads, size):
         wanted = f"[tokens, {heads}, {size}] or [tokens, {heads * size}]"
         raise BadInputError(f"{name} has shape {list(x.shape)}; give {wanted}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -152,7 +153,7 @@ class PagedImpl(AttentionImpl):
         self._refuse(q, kind, block_size)
         lse = self._lse(output_lse, q)
         step = validate_metadata(metadata, kind, len(q), None if k is None else len(k), num_blocks, block_size)
-        out = answer.unflatten(1, (self.num_heads, self.head_size_v)) if answer.dim() == 2 else answer
+        out = answer.view(len(answer), self.num_heads, self.head_size_v)
         return Call(q, k, v, views, step, kind, *scales, out, lse)
 
     def _scales(self, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor) -> tuple[float, float]:
@@ -234,7 +235,14 @@ class PagedImpl(AttentionImpl):
 
     def _refuse(self, query: torch.Tensor, kind: AttentionType, block_size: int) -> None:
         """What only a call tells (dtype, kind, page size) may be excluded too; each answer is worked out once."""
-        known = frozenset({"dtype", "attn_type", "block_size"} if block_size else {"dtype", "attn_type"})
-        size = block_size or self.request.block_size
-        asked = replace(self.request, dtype=arguments.name_of(query.dtype), attn_type=str(kind), block_size=size)
-        refuse_unsupported(self.backend, asked, known)
+        _allowed(self.backend, self.request, arguments.name_of(query.dtype), str(kind), block_size)
+
+
+@lru_cache(maxsize=1024)
+def _allowed(
+    backend: type[AttentionBackend], request: SelectionRequest, dtype: str, kind: str, block_size: int
+) -> None:
+    """Raise UnsupportedError as refuse_unsupported does; what was allowed once is not looked at again."""
+    known = frozenset({"dtype", "attn_type", "block_size"} if block_size else {"dtype", "attn_type"})
+    size = block_size or request.block_size
+    refuse_unsupported(backend, replace(request, dtype=dtype, attn_type=kind, block_size=size), known)
