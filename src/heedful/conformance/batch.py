@@ -14,6 +14,7 @@ from torch import Tensor
 
 from heedful.backends.base import AttentionMetadata
 from heedful.conformance.pages import as_bytes, rows_of, slots_of, starts_of, step_metadata, without_repeats, written
+from heedful.conformance.tolerance import judge, judge_lse
 from heedful.errors import BadInputError
 from heedful.reference import (
     dequantise,
@@ -54,12 +55,22 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step must give: output and LSE in float64, and what same-precision yardsticks make of it (one or two)."""
+    """What a step must give: output and LSE in float64, and what same-precision yardsticks make of it (one or two).
+
+    output [rows, H, Dv] holds pad rows, which are 0; lse [tokens, H] does not, for the contract gives them no LSE.
+    """
 
     output: Tensor
     lse: Tensor
     yardsticks: tuple[Tensor, ...]
     yardstick_lses: tuple[Tensor, ...]
+
+    def judge(self, output: Tensor, lse: Tensor | None = None) -> dict[str, float]:
+        """Margins of an answer (see tolerance.judge), of its LSE too where one is given; raises OutOfToleranceError."""
+        margins = judge(output, self.output, self.yardsticks, self.yardsticks[0].dtype)
+        if lse is None:
+            return margins
+        return margins | judge_lse(lse[: len(self.lse)], self.lse, self.yardstick_lses)
 
 
 @dataclass(frozen=True)
@@ -149,14 +160,11 @@ class Batch:
 
     def expected(self) -> Expected:
         """The reference's answer and the yardsticks', computed from what the cache holds after the step's write."""
-        arguments = (self.query, *self._flat_keys(), *self._starts())
-        rules = self._rules()
+        arguments, rules, n = (self.query, *self._flat_keys(), *self._starts()), self._rules(), self.num_tokens
         output, lse = reference_attention(*arguments, **rules)
-        tiled, tiled_lse = tiled_yardstick(*arguments, **rules)
-        if self.query.dtype != torch.float32:
-            return Expected(output, lse, (tiled,), (tiled_lse,))
-        eager, eager_lse = eager_yardstick(*arguments, **rules)
-        return Expected(output, lse, (tiled, eager), (tiled_lse, eager_lse))
+        kernels = (tiled_yardstick, eager_yardstick) if self.query.dtype == torch.float32 else (tiled_yardstick,)
+        found = [kernel(*arguments, **rules) for kernel in kernels]
+        return Expected(output, lse[:n], tuple(out for out, _ in found), tuple(lse[:n] for _, lse in found))
 
     def _rules(self) -> dict[str, Any]:
         return {
