@@ -10,7 +10,10 @@ from heedful.conformance.results import Fidelity
 from heedful.errors import BadInputError, MatrixError
 from heedful.harness import matrix
 from heedful.harness.matrix import load_matrix
+from heedful.registry import BUILT_IN
+from heedful.registry import load as load_backend
 from heedful.report.schema import load_schema
+from heedful.selector import decide
 from heedful.types import DTYPES, KV_CACHE_DTYPES, PLATFORMS, AttentionType, Device, ReasonCode, SelectionRequest
 
 PLAIN = """\
@@ -246,3 +249,31 @@ def test_the_schema_is_legal_and_names_what_the_types_name():
     assert request["dtype"]["enum"] == list(DTYPES)
     assert request["kv_cache_dtype"]["enum"] == list(KV_CACHE_DTYPES)
     assert request["attn_type"]["enum"] == list(AttentionType)
+
+
+REPOSITORY = Path(__file__).parents[3]
+OURS = load_matrix(REPOSITORY / "matrix.yaml")
+PROMISES = [pytest.param(row, s, id=f"{row.platform}/{s.name}") for row in OURS.rows for s in row.selections]
+
+
+@pytest.mark.parametrize(("row", "promise"), PROMISES)
+def test_the_selector_keeps_every_promise_of_our_matrix(row, promise):
+    assert promise.device.platform == row.platform
+    decision = decide(promise.request, promise.device)
+    codes = {str(reason.code) for candidate in decision.candidates for reason in candidate.reasons}
+    assert decision.backend == promise.backend, str(decision)
+    assert set(promise.reasons) <= codes, str(decision)
+
+
+def test_every_claim_of_a_platform_stands_in_its_hardware_lane():
+    claimed = {
+        platform: {name for name in BUILT_IN for row in load_backend(name).CAPABILITIES if row.platform == platform}
+        for platform in PLATFORMS
+    }
+    proven = {row.platform: {name for lane in row.lanes for name in lane.backends} for row in OURS.rows}
+    assert proven == claimed
+
+
+def test_our_first_choices_are_pinned_for_every_known_cuda_generation():
+    pinned = {s.device.generation for s in OURS.row("cuda").selections if s.name.startswith("decoder-bf16-page-256")}
+    assert pinned >= {"7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1"}
