@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Final
 
 from heedful.errors import BadInputError, did_you_mean
@@ -116,7 +117,7 @@ class SelectionRequest:
         if type(self.dtype).__module__ == "torch":  # a torch.dtype, recognised without loading torch
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
 
-    @property
+    @cached_property
     def features(self) -> frozenset[str]:
         """The optional features asked for, in the words that capability data uses."""
         asked = {
@@ -166,6 +167,18 @@ PackageFacts = Mapping[str, str | Missing]
 
 
 @dataclass(frozen=True)
+class Override:
+    """An explicit choice: the name as given, who made it, and the variable that holds it, if one does."""
+
+    name: str
+    chosen_by: str
+    variable: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.variable}={self.name!r}" if self.variable else f"backend {self.name!r}"
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One backend that was looked at: all its reasons, or none and the variant that would run."""
 
@@ -188,7 +201,8 @@ class Candidate:
 class Selection:
     """A decision and its whole record: who chose, every candidate in order with all its reasons, policy and device.
 
-    chosen_by: ``argument`` (a flag of the request), ``context`` (forced_backend), ``environment`` or ``preference``.
+    chosen_by: ``argument`` (a flag of the request, or explain's override), ``context`` (forced_backend),
+    ``environment`` or ``preference``.
     backend is None when nothing can serve the request.
     """
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from heedful.types import ITEMSIZE, AttentionType, Device, Reason, ReasonCode, SelectionRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,16 @@ class Capability:
     libraries: tuple[str, ...] = ()
 
 
+HALF: Final = frozenset({"bfloat16", "float16"})
+HALF_AND_SINGLE: Final = HALF | {"float32"}
+FP8_CACHES: Final = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2"})
+CACHELESS: Final = frozenset({AttentionType.ENCODER, AttentionType.ENCODER_ONLY})
+EVERY_ATTN_TYPE: Final = frozenset(AttentionType)
+TRITON_ON_CUDA: Final = frozenset({"7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1"})
+TRITON_ON_ROCM: Final = frozenset({"gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201"})
+"""Targets for which Triton made binaries, or whose major has one of an earlier minor (8.7, 12.1)."""
+
+
 def pairs(*words: tuple[str, str]) -> frozenset[frozenset[str]]:
     """Pairs of words that do not go together."""
     return frozenset(frozenset(pair) for pair in words)
@@ -118,7 +131,12 @@ def _reason(row: Capability, code: ReasonCode, text: str, asked: object, accepte
 
 
 def _listing(words: Iterable[str]) -> str:
-    return ", ".join(sorted(words)) or "none"
+    return ", ".join(sorted(words, key=_natural)) or "none"
+
+
+def _natural(word: str) -> tuple[float, str]:
+    """9.0 before 10.0, and plain words by their letters."""
+    return (float(word), "") if word.replace(".", "", 1).isdigit() else (0.0, word)
 
 
 def _generation(row: Capability, device: Device) -> Reason | None:
