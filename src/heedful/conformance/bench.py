@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from heedful.conformance.inputs import build
+from heedful.conformance.tolerance import OutOfToleranceError, judge, judge_lse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from heedful.backends.base import AttentionBackend, AttentionImpl, KVCache
-    from heedful.conformance.batch import Batch
+    from heedful.conformance.batch import Batch, Expected
     from heedful.conformance.cases import Case
 
 Margins = dict[str, float]
@@ -126,3 +127,35 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _bits(x: torch.Tensor) -> torch.Tensor:
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.detach().cpu().contiguous().view(words[x.element_size()])
+
+
+def must_refuse(action: Callable[[], Any], what: str, *kinds: type[Exception]) -> None:
+    """Run something that must raise one of ``kinds``; a pass, or an error of another kind, fails the check."""
+    try:
+        action()
+    except kinds:
+        return
+    except Exception as error:
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise AssertionError(f"{what} raised {type(error).__name__} ({error}); it must be {wanted}") from error
+    raise AssertionError(f"{what} was taken without a word")
+
+
+def agree(expected: Expected, output: torch.Tensor, lse: torch.Tensor | None = None, *, what: str = "") -> Margins:
+    """Judge an answer by the tolerance policy; OutOfToleranceError says where it is off, prefixed with ``what``."""
+    try:
+        margins = judge(output, expected.output, expected.yardsticks, output.dtype)
+        return margins if lse is None else margins | judge_lse(lse, expected.lse, expected.yardstick_lses)
+    except OutOfToleranceError as error:
+        if not what:
+            raise
+        raise OutOfToleranceError(f"{what}: {error}", error.margins) from error
+
+
+def merged(found: Iterable[Margins]) -> Margins:
+    """The largest share of each measure over several judgements."""
+    largest: Margins = {}
+    for margins in found:
+        for name, share in margins.items():
+            largest[name] = max(share, largest.get(name, 0.0))
+    return largest

@@ -1,0 +1,51 @@
+"""The proof behind NOT_SUPPORTED: what CAPABILITIES exclude must raise UnsupportedError when it is tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from heedful.conformance.bench import Bench
+from heedful.conformance.inputs import build
+from heedful.errors import BackendUnavailableError, UnsupportedError
+from heedful.reference import CACHE_FLOATS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from heedful.backends.base import AttentionBackend
+    from heedful.conformance.cases import Case
+
+
+def prove_refusal(
+    backend: type[AttentionBackend], case: Case, reason: Mapping[str, str] | None, *, with_lse: bool
+) -> None:
+    """Build the layer and run the step: construction or forward must refuse, in the words that CAPABILITIES predict.
+
+    reason: the planned Reason's record. with_lse: the request itself is claimed, what is not is its LSE.
+    """
+    try:
+        _attempt(backend, case, with_lse)
+    except UnsupportedError as error:
+        _check_words(error, reason, with_lse)
+    except BackendUnavailableError:
+        raise
+    except Exception as error:
+        raise AssertionError(
+            f"refused, but with {type(error).__name__} ({error}); it must be UnsupportedError"
+        ) from error
+    else:
+        excluded = reason["text"] if reason else "it"
+        raise AssertionError(f"CAPABILITIES exclude this ({excluded}), but it was computed without a word")
+
+
+def _attempt(backend: type[AttentionBackend], case: Case, with_lse: bool) -> None:
+    storable = case.kv_cache_dtype in ("auto", *CACHE_FLOATS)
+    bench = Bench(backend, case, build(case if storable else replace(case, kv_cache_dtype="auto")))
+    bench.forward(output_lse=bench.empty_lse()) if with_lse else bench.forward()
+
+
+def _check_words(error: UnsupportedError, reason: Mapping[str, str] | None, with_lse: bool) -> None:
+    codes = [str(getattr(found, "code", "")) for found in error.reasons]
+    if reason is not None and codes and not with_lse:
+        assert reason["code"] in codes, f"CAPABILITIES predict {reason['code']}; the error names {', '.join(codes)}"
