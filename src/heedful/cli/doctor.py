@@ -32,17 +32,19 @@ def command(platform: options.Platform = None, as_json: options.AsJson = False) 
         _print(record)
     if not any(one.available for one in found if one.name != "NO_ATTENTION"):
         raise BackendUnavailableError(
-            f"no attention backend can be loaded on {device}; install what the list above names, "
-            f"or `pip install 'heedful[{device.platform}]'`"
+            f"no attention backend can be loaded on {device}; the list above says why, and how to get what can be had"
         )
 
 
 def examine(device: Device, facts: PackageFacts, found: list[Availability]) -> dict[str, Any]:
     """Everything that doctor tells, as plain data."""
+    from heedful.platforms import observations
+
     here = [one for one in found if device.platform in one.platforms]
     return {
         "device": {"platform": device.platform, "generation": device.generation, "name": device.name},
         "simulated": device.simulated,
+        "probes": observations(),
         "machine": _machine(),
         "packages": {name: _installed(name) for name in PACKAGES},
         "libraries": _libraries(device, facts, here),
@@ -74,8 +76,9 @@ def _installed(name: str) -> str | None:
 def _libraries(device: Device, facts: PackageFacts, here: list[Availability]) -> dict[str, str]:
     from heedful import registry
 
-    wanted = [lib for one in here for libs in needs(one.name, registry.load(one.name), device) for lib in libs]
-    told = {library: facts[library] for library in dict.fromkeys(wanted) if library in facts and ":" not in library}
+    wanted = [lib for one in here for libs in needs(registry.load(one.name), device) for lib in libs]
+    others = [library for library in dict.fromkeys(wanted) if library in facts and library not in PACKAGES]
+    told = {library: facts[library] for library in others}
     return {library: f"{f.code}: {f.cause}" if isinstance(f, Missing) else f for library, f in told.items()}
 
 
@@ -89,9 +92,9 @@ def _print(record: dict[str, Any]) -> None:
     grid.add_column(overflow="fold")
     told = " ".join(filter(None, (device["platform"], device["generation"], device["name"])))
     grid.add_row("device", Text(told + simulated))
-    for section in ("machine", "packages", "libraries"):
+    for section in ("machine", "probes", "packages", "libraries"):
         for name, value in record[section].items():
-            grid.add_row(name, Text(value or "not installed"))
+            grid.add_row(f"{section[:-1]} {name}" if section == "probes" else name, Text(value or "not installed"))
     show(grid)
     write("\nattention backends of this platform")
     for one in record["backends"]:

@@ -43,20 +43,22 @@ def _availability(name: str, backend: type[AttentionBackend], device: Device, fa
         return Availability(
             name, platforms, f"runs on {', '.join(platforms) or 'no platform'}, not on {device.platform}"
         )
-    tried = [_versions(libraries, facts) for libraries in needs(name, backend, device)]
+    if not_built := getattr(backend, "not_built", ""):
+        # told for simulated devices too: they assume libraries, but our own code is here or is not
+        return Availability(name, platforms, f"{ReasonCode.NOT_BUILT}: {not_built}")
+    tried = [_versions(libraries, facts) for libraries in needs(backend, device)]
     found = next((versions for versions in tried if isinstance(versions, str)), None)
     if found is not None:
         return Availability(name, platforms, versions=found)
     missing = next(answer for answer in tried if isinstance(answer, Missing))
-    hint = "" if missing.code == ReasonCode.NOT_BUILT else registry.install_hint(name)
-    return Availability(name, platforms, f"{missing.code}: {missing.cause}", hint)
+    return Availability(name, platforms, f"{missing.code}: {missing.cause}", registry.install_hint(name))
 
 
-def needs(name: str, backend: type[AttentionBackend], device: Device) -> Iterator[tuple[str, ...]]:
-    """What each variant of a backend needs on the device's platform, its own code (``heedful:<NAME>``) included."""
+def needs(backend: type[AttentionBackend], device: Device) -> Iterator[tuple[str, ...]]:
+    """The libraries that each variant of a backend needs on the device's platform."""
     for row in backend.CAPABILITIES:
         if row.platform == device.platform:
-            yield tuple(dict.fromkeys((*backend.LIBRARIES, *row.libraries, f"heedful:{name}")))
+            yield tuple(dict.fromkeys((*backend.LIBRARIES, *row.libraries)))
 
 
 def _versions(libraries: tuple[str, ...], facts: PackageFacts) -> str | Missing:
@@ -64,4 +66,4 @@ def _versions(libraries: tuple[str, ...], facts: PackageFacts) -> str | Missing:
     missing = next((fact for fact in known.values() if isinstance(fact, Missing)), None)
     if missing is not None:
         return missing
-    return ", ".join(f"{library} {fact}" for library, fact in known.items() if ":" not in library)
+    return ", ".join(f"{library} {fact}" for library, fact in known.items())

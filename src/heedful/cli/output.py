@@ -10,14 +10,12 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import typer
 
-from heedful.errors import BadInputError
-
 if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_CLOSED: Final = 141
 """128 + SIGPIPE: what a shell reports for a program whose reader went away."""
-PIPED_WIDTH: Final = 140
+PIPED_WIDTH: Final = 160
 """Columns of a table that no terminal shows: wide enough that a reason stays on one line."""
 
 
@@ -35,7 +33,7 @@ def show(renderable: object) -> None:
     target = console()
     with target.capture() as captured:
         target.print(renderable)
-    write(captured.get())
+    write("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def write(text: str) -> None:
@@ -70,20 +68,13 @@ def write_json(data: Any) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a whole file or none; ``-`` is stdout. Folders are made. An unwritable path is a BadInputError."""
+    """Write a whole file or none, making its folder; ``-`` is stdout. Raises ReportError for a path it cannot write."""
     if str(path) == "-":
         write(text)
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise BadInputError(
-            f"cannot write {path}: {error.strerror or error}; give a path in a writable folder"
-        ) from error
+    from heedful.report.store import replace_file
+
+    replace_file(path, text.encode())
 
 
 def _discard_stdout() -> None:
