@@ -92,9 +92,10 @@ def row_for(asked: Asked) -> Row:
     from heedful.harness.matrix import load_matrix
     from heedful.registry import resolve
 
-    platform = options.device_from(asked.platform).platform
-    row = load_matrix(asked.matrix).row(platform)
+    row = load_matrix(asked.matrix).row(options.device_from(asked.platform).platform)
     if asked.backend is not None:
+        # as `python -m` does: a kernel author's module lies in the folder at hand
+        sys.path.insert(0, str(Path.cwd()))
         row = _narrowed(row, asked.backend, resolve(asked.backend).name)
     lanes = tuple(replace(lane, profile=asked.profile or lane.profile) for lane in row.lanes)
     return replace(row, lanes=lanes)

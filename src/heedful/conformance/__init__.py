@@ -8,7 +8,7 @@ from typing import Any
 _HOME = {
     "Case": "cases",
     "CheckResult": "results",
-    "from_kernel": "from_kernel",
+    "from_kernel": "kernel_backend",  # a module of the same name would stand in its place once imported
     "parametrize_with_checks": "pytest_plugin",
     "run_conformance": "run",
 }

@@ -129,11 +129,11 @@ class PlannedCell:
 
 def kernel_cells(row: Row) -> Iterator[PlannedCell]:
     """The cells of a row's lanes that run a backend."""
-    from heedful.registry import load  # here, so that a reader of a matrix or a report needs no backend
+    from heedful.registry import resolve  # here, so that a reader of a matrix or a report needs no backend
 
     for lane in row.lanes:
         for name in lane.backends:
-            yield from backend_cells(load(name), name, row.platform, lane)
+            yield from backend_cells(resolve(name), name, row.platform, lane)
 
 
 def backend_cells(backend: type[AttentionBackend], spec: str, platform: str, lane: Lane) -> Iterator[PlannedCell]:
