@@ -204,12 +204,14 @@ class Plain(AttentionBackend, AttentionImpl):
         """Check everything once, on host values."""
         kind = checks.kind(attn_type)
         dtype = str(query.dtype).removeprefix("torch.")
-        self.refuse(SelectionRequest(**{**vars(self.request), "dtype": dtype, "attn_type": kind}))
+        block_size = self.request.block_size if checks.is_empty(kv_cache) else self.kv_views(kv_cache)[0].shape[1]
+        self.refuse(replace(self.request, dtype=dtype, attn_type=kind, block_size=block_size))
         k_scale, v_scale = (self.scale_value(scale) for scale in scales)
         query = checks.three_dims("query", query, self.heads, self.size)
         if key is not None:
             key = checks.three_dims("key", key, self.kv_heads, self.size, query.dtype)
             value = checks.three_dims("value", value, self.kv_heads, self.size_v, query.dtype)
+            checks.same_rows(key, value)
         views = self.opened_views(kv_cache, kind, query.dtype)
         host = self.validated(metadata, query, key, views, kind)
         return Call(query, key, value, views, host, kind, k_scale, v_scale)
@@ -397,8 +399,9 @@ class Plain(AttentionBackend, AttentionImpl):
 
     def normalised(self, logits: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [H, n, m] with the sink in the denominator only, and the LSE [H, n] of that denominator."""
-        lse = torch.logsumexp(torch.cat((logits, sink[..., None]), -1), -1)
-        weights = torch.exp(logits - lse[..., None])
+        with_sink = torch.cat((logits, sink[..., None]), -1)
+        weights = torch.softmax(with_sink, -1)[..., :-1]
+        lse = torch.logsumexp(with_sink, -1)
         return self.empty_rows(weights, lse), lse
 
     def empty_rows(self, weights: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

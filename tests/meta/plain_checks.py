@@ -94,6 +94,12 @@ def three_dims(word: str, x: Any, heads: int, size: int, dtype: torch.dtype | No
     return x.reshape(x.shape[0], heads, size)
 
 
+def same_rows(key: torch.Tensor, value: torch.Tensor) -> None:
+    """A value a key."""
+    if len(key) != len(value):
+        raise BadInputError(f"key has {len(key)} rows and value {len(value)}; give one value a key")
+
+
 def lse_target(lse: torch.Tensor | None, shape: tuple[int, int]) -> None:
     """fp32 [tokens, heads] when given."""
     if lse is not None and (tuple(lse.shape) != shape or lse.dtype != torch.float32):
