@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from heedful.conformance.inputs import build
-from heedful.conformance.tolerance import OutOfToleranceError, judge, judge_lse
+from heedful.conformance.tolerance import OutOfToleranceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -144,8 +144,7 @@ def must_refuse(action: Callable[[], Any], what: str, *kinds: type[Exception]) -
 def agree(expected: Expected, output: torch.Tensor, lse: torch.Tensor | None = None, *, what: str = "") -> Margins:
     """Judge an answer by the tolerance policy; OutOfToleranceError says where it is off, prefixed with ``what``."""
     try:
-        margins = judge(output, expected.output, expected.yardsticks, output.dtype)
-        return margins if lse is None else margins | judge_lse(lse, expected.lse, expected.yardstick_lses)
+        return expected.judge(output, lse)
     except OutOfToleranceError as error:
         if not what:
             raise

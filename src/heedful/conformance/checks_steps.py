@@ -103,6 +103,11 @@ class _Interruption(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.at, self.action, self.count = at, action, 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; saying so spares the seconds that importing torch's compiler takes."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch once an operation; the mode is off while it runs."""
         if self.count == self.at:
