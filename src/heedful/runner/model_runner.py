@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from heedful.backends.paged import cache_dtype
-from heedful.errors import BadInputError, HeedfulError, SelectionError
+from heedful.errors import BackendUnavailableError, BadInputError, HeedfulError, SelectionError
 from heedful.runner.batch import ModelInput, build_batch
 from heedful.runner.model import Llama
 from heedful.runner.scheduler import Chunk, Request
@@ -59,6 +59,7 @@ class ModelRunner:
         if self.dtype not in DTYPES:
             raise BadInputError(f"unknown dtype {self.dtype!r}; give one of {', '.join(DTYPES)}")
         self.selection = explain(self._request())
+        self._refuse_simulated()
         self.backend = self._select()
         self.device = torch.device(TORCH_DEVICES.get(self.selection.device.platform, "cpu"))
         self.attn_state = self.backend.get_state_cls()(weakref.proxy(self))
@@ -91,6 +92,14 @@ class ModelRunner:
             kv_cache_dtype=self.options.kv_cache_dtype,
             block_size=self.options.block_size,
         )
+
+    def _refuse_simulated(self) -> None:
+        device = self.selection.device
+        if device.simulated:
+            raise BackendUnavailableError(
+                f"a model was to run on {device}, but that device is only simulated here; unset HEEDFUL_PLATFORM, "
+                "or use a machine that has one"
+            )
 
     def _select(self) -> type[AttentionBackend]:
         asked = self._request()

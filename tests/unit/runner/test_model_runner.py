@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from heedful.selector import forced_backend
 
 from heedful.backends.base import CommonAttentionState
-from heedful.errors import BadInputError, HeedfulError, SelectionError, WeightsError
+from heedful.errors import BackendUnavailableError, BadInputError, HeedfulError, SelectionError, WeightsError
 from heedful.runner import ModelRunner, RunnerOptions, model_runner
 from heedful.runner.batch import build_batch
 from heedful.runner.scheduler import Chunk, Request
+from heedful.selector import forced_backend
+from heedful.types import Device, SelectionRequest
 from runner.tiny import CONFIG, checkpoint, dense_logits, prompts
 
 SMALL = RunnerOptions(num_blocks=8)
@@ -133,6 +134,13 @@ def test_an_override_counts_when_the_runner_is_made(monkeypatch):
 def test_an_override_that_cannot_serve_is_an_error_with_its_reasons(monkeypatch):
     monkeypatch.setenv("HEEDFUL_ATTENTION_BACKEND", "FLASH_ATTN")
     with pytest.raises(SelectionError, match="FLASH_ATTN"):
+        ModelRunner(checkpoint(), SMALL)
+
+
+def test_a_simulated_device_is_refused_before_anything_is_made(monkeypatch):
+    record = replace(model_runner.explain(SelectionRequest(16)), device=Device("cuda", capability=(9, 0)))
+    monkeypatch.setattr(model_runner, "explain", lambda request: record)
+    with pytest.raises(BackendUnavailableError, match=r"run on cuda 9\.0, but that device is only simulated here"):
         ModelRunner(checkpoint(), SMALL)
 
 

@@ -1,11 +1,11 @@
 """generate(): text as it comes, and the record of what made it."""
 
 import pytest
-from heedful.selector import forced_backend
 
 from heedful.errors import BadInputError, SelectionError
 from heedful.runner import RunnerOptions, SamplingParams, generate
 from heedful.runner.streaming import encode_prompt
+from heedful.selector import forced_backend
 from runner.test_detokenise import ByteTokenizer
 from runner.tiny import CONFIG, checkpoint, greedy
 
