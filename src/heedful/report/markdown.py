@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from heedful.conformance.results import Outcome
@@ -14,6 +15,7 @@ from heedful.report.text import backend_of, check_of, explanation
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from heedful.conformance.results import CheckResult
     from heedful.report.model import Deviation, Report
 
 LIMIT: Final = 1_000_000
@@ -34,10 +36,11 @@ def render(report: Report, limit: int = LIMIT) -> str:
         (0, _counts(report)),
         (2, _lanes(report)),
         (3, _unexpected(report)),
-        (4, _selections(report)),
-        (5, _margins(report)),
-        (6, _refusals(report)),
-        (7, _not_run(report)),
+        (4, _waived(report)),
+        (5, _selections(report)),
+        (6, _margins(report)),
+        (7, _grouped(report, Outcome.NOT_SUPPORTED, "Not supported")),
+        (8, _grouped(report, Outcome.NOT_RUN, "Not run")),
         (1, _provenance(report)),
     )
     room = limit - len(head.encode())
@@ -81,50 +84,65 @@ def _lanes(report: Report) -> Section:
     asked = Counter((cell.lane, backend_of(cell.id)) for cell in report.selected)
     ran = Counter((r.lane, backend_of(r.id)) for r in report.results if r.outcome is not Outcome.NOT_RUN)
     wrong = Counter((d.lane, backend_of(d.id)) for d in report.unexpected)
+
+    def cells(group: tuple[str, str]) -> tuple[str, ...]:
+        lane, backend = group
+        counts = (str(count[group]) for count in (planned, asked, ran, wrong))
+        return (code(lane), code(backend), code(report.profiles.get(lane, "")), *counts)
+
     columns = ("lane", "backend", "profile", "#planned", "#asked for", "#ran", "#not as planned")
-    rows = (
-        (
-            code(lane),
-            code(backend),
-            code(report.profiles.get(lane, "")),
-            *(str(count[lane, backend]) for count in (planned, asked, ran, wrong)),
-        )
-        for lane, backend in dict.fromkeys([*planned, *ran, *wrong])
-    )
-    return table("Planned and run", columns, rows)
+    return table("Planned and run", columns, list(dict.fromkeys([*planned, *ran, *wrong])), cells)
 
 
 def _unexpected(report: Report) -> Section | None:
     if not report.unexpected:
         return None
-    return Section(_UNEXPECTED, (), tuple(_deviation(report, deviation) for deviation in report.unexpected))
+    return Section(_UNEXPECTED, (), report.unexpected, partial(_deviation, report))
 
 
 def _deviation(report: Report, deviation: Deviation) -> str:
     blocks = [f"### {code(deviation.id, 300)}", "", f"{deviation.text}, in {code(deviation.lane)}.", ""]
-    result = deviation.result
-    if result is not None and (detail := result.detail or explanation(result.reason, "")):
-        blocks += [fenced(detail), ""]
+    blocks += [fenced(_detail(deviation)), ""]
     if again := report.reproducing.get((deviation.lane, deviation.id)):
         blocks += [fenced(again, "sh"), ""]
     return "\n".join(blocks)
+
+
+def _detail(deviation: Deviation) -> str:
+    result = deviation.result
+    if result is None:
+        return "the run ended before this cell"
+    return result.detail if result.detail.strip() else explanation(result.reason, "")
+
+
+def _waived(report: Report) -> Section | None:
+    results = [result for result in report.results if result.outcome is Outcome.WAIVED]
+    if not results:
+        return None
+    terms = ("reason", "owner", "issue", "expires")
+
+    def cells(result: CheckResult) -> tuple[str, ...]:
+        return (code(result.id), *(code(str(_waiver(result).get(term, ""))) for term in terms))
+
+    return table("Waived", ("cell", *terms), results, cells)
+
+
+def _waiver(result: CheckResult) -> Mapping[str, Any]:
+    waiver = result.facts.get("waiver")
+    return waiver if isinstance(waiver, dict) else {}
 
 
 def _selections(report: Report) -> Section | None:
     if not report.selections:
         return None
     columns = ("selection", "device", "chosen", "by", "refused, and why")
-    rows = (
-        (
-            code(check_of(record["id"])),
-            code(record["device"]),
-            code(record["backend"] or "none"),
-            code(f"{record['chosen_by']} ({record['policy']})"),
-            _refused(record["candidates"]),
-        )
-        for record in report.selections
-    )
-    return table("Selections", columns, rows)
+    return table("Selections", columns, report.selections, _selection)
+
+
+def _selection(record: Mapping[str, Any]) -> tuple[str, ...]:
+    chosen = code(record["backend"] or "none")
+    by = code(f"{record['chosen_by']} ({record['policy']})")
+    return (code(check_of(record["id"])), code(record["device"]), chosen, by, _refused(record["candidates"]))
 
 
 def _refused(candidates: Iterable[Mapping[str, Any]]) -> str:
@@ -137,21 +155,22 @@ def _refused(candidates: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _margins(report: Report) -> Section | None:
-    worst: dict[tuple[str, str], tuple[float, str, str]] = {}
+    worst: dict[tuple[str, str], tuple[float, float, str, str]] = {}
     for result in report.results:
         group = (backend_of(result.id), _dtype(result.id))
         for measure, value in result.margins.items():
-            share = math.inf if math.isnan(value) else value
-            if group not in worst or share > worst[group][0]:
-                worst[group] = (share, measure, check_of(result.id))
+            rank = math.inf if math.isnan(value) else value
+            if group not in worst or rank > worst[group][0]:
+                worst[group] = (rank, value, measure, check_of(result.id))
     if not worst:
         return None
+
+    def cells(group: tuple[str, str]) -> tuple[str, ...]:
+        _, value, measure, check = worst[group]
+        return (code(group[0]), code(group[1]), f"{value:.3g}", code(measure), code(check))
+
     intro = ("The largest error of each backend and dtype, as a share of what is allowed. 1 is the limit.",)
-    rows = (
-        (code(backend), code(dtype), f"{share:.3g}", code(measure), code(check))
-        for (backend, dtype), (share, measure, check) in sorted(worst.items())
-    )
-    return table("Margins", ("backend", "dtype", "#worst", "of", "in"), rows, intro)
+    return table("Margins", ("backend", "dtype", "#worst", "of", "in"), sorted(worst), cells, intro)
 
 
 def _dtype(cell_id: str) -> str:
@@ -159,26 +178,22 @@ def _dtype(cell_id: str) -> str:
     return cell_id.partition("[")[2].partition("-")[0].rstrip("]")
 
 
-def _refusals(report: Report) -> Section | None:
-    return _grouped(report, Outcome.NOT_SUPPORTED, "Not supported")
-
-
-def _not_run(report: Report) -> Section | None:
-    return _grouped(report, Outcome.NOT_RUN, "Not run")
-
-
 def _grouped(report: Report, outcome: Outcome, title: str) -> Section | None:
     results = [result for result in report.results if result.outcome is outcome]
     if not results:
         return None
     counts = Counter((r.lane, backend_of(r.id), explanation(r.reason, r.detail)) for r in results)
-    rows = ((code(lane), code(who), code(why), str(count)) for (lane, who, why), count in counts.most_common())
-    return table(title, ("lane", "backend", "reason", "#cells"), rows)
+
+    def cells(group: tuple[str, str, str]) -> tuple[str, ...]:
+        return (*map(code, group), str(counts[group]))
+
+    groups = [group for group, _ in counts.most_common()]
+    return table(title, ("lane", "backend", "reason", "#cells"), groups, cells)
 
 
 def _provenance(report: Report) -> Section:
-    rows = ((name, code(value, 500)) for name, value in _facts(report) if value)
-    return table("Provenance", ("fact", "value"), rows)
+    facts = [(name, code(value, 500)) for name, value in _facts(report) if value]
+    return table("Provenance", ("fact", "value"), facts)
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from heedful.report.text import clip, one_line, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 _DETAIL = 2000
 """Characters of a failure's detail that are shown; the JSON report has all of it."""
@@ -17,30 +17,38 @@ _DETAIL = 2000
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what always stands below it, and rows that may be cut from the end."""
+    """A heading, what always stands below it, and items that may be cut from the end; only those kept are shown."""
 
     title: str
-    intro: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
+    intro: tuple[str, ...]
+    items: Sequence[Any]
+    show: Callable[[Any], str]
 
     def fit(self, room: int) -> str:
-        """The section in at most about ``room`` bytes; rows that had to go are counted."""
+        """The section in at most about ``room`` bytes; items that had to go are counted."""
         kept: list[str] = [f"## {self.title}", "", *self.intro]
         left = room - sum(len(line.encode()) + 1 for line in kept)
-        for index, row in enumerate(self.rows):
-            left -= len(row.encode()) + 1
+        for index, item in enumerate(self.items):
+            shown = self.show(item)
+            left -= len(shown.encode()) + 1
             if left < 0:
-                return "\n".join([*kept, "", f"… and {len(self.rows) - index} more, in the JSON report.", ""])
-            kept.append(row)
+                return "\n".join([*kept, "", f"… and {len(self.items) - index} more, in the JSON report.", ""])
+            kept.append(shown)
         return "\n".join([*kept, ""])
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], intro: Sequence[str] = ()) -> Section:
-    """A section that holds one table. A column whose name starts with # is a number and stands right."""
+def table(
+    title: str,
+    columns: Sequence[str],
+    items: Sequence[Any],
+    cells: Callable[[Any], Sequence[str]] = tuple,
+    intro: tuple[str, ...] = (),
+) -> Section:
+    """A section that holds one table, a row an item. A column whose name starts with # is a number and stands right."""
     names = [column.removeprefix("#") for column in columns]
     rules = ["---:" if column.startswith("#") else "---" for column in columns]
     head = (*intro, *([""] if intro else []), _row(names), _row(rules))
-    return Section(title, head, tuple(_row(row) for row in rows))
+    return Section(title, head, items, lambda item: _row(cells(item)))
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -61,7 +69,7 @@ def code(text: str, length: int = 200) -> str:
 
 def fenced(text: str, language: str = "text") -> str:
     """Foreign text of several lines as a code block that it cannot close."""
-    shown = clip(printable(text.strip("\n")), _DETAIL)
+    shown = printable(clip(text.strip("\n"), _DETAIL))
     ticks = "`" * max(3, _longest_run(shown) + 1)
     return f"{ticks}{language}\n{shown}\n{ticks}"
 

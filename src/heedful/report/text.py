@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+_UNUSUAL: Final = re.compile("[^ -~]")
+"""Whatever is not plain ASCII is looked at; most text has little of it."""
+
 
 def printable(text: str, keep: str = "\n\t") -> str:
     r"""The text with every character that cannot be seen written as its escape: ``\x1b``, ``\u202e``, ``\ud800``.
@@ -10,12 +16,12 @@ def printable(text: str, keep: str = "\n\t") -> str:
     """
     if text.isprintable():
         return text
-    text = text.replace("\r\n", "\n")
-    return "".join(char if char.isprintable() or char in keep else _escape(char) for char in text)
 
+    def shown(match: re.Match[str]) -> str:
+        char = match[0]
+        return char if char.isprintable() or char in keep else char.encode("unicode_escape").decode("ascii")
 
-def _escape(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")
+    return _UNUSUAL.sub(shown, text.replace("\r\n", "\n"))
 
 
 def clip(text: str, length: int) -> str:
@@ -25,7 +31,7 @@ def clip(text: str, length: int) -> str:
 
 def one_line(text: str, length: int = 200) -> str:
     """The first line, printable and cut."""
-    return clip(printable(text.strip().partition("\n")[0].strip(), keep=""), length)
+    return printable(clip(text.strip().partition("\n")[0].strip(), length), keep="")
 
 
 def explanation(reason: object, detail: str) -> str:
