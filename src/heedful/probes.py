@@ -65,7 +65,7 @@ def cuda(machine: Machine) -> Answer:
         return _cuda_by_files(machine, visible, f"libnvidia-ml.so.1 cannot be loaded: {cause}")
     try:
         found = nvml.first_visible(library, visible)
-    except nvml.NvmlError as error:
+    except (nvml.NvmlError, AttributeError) as error:  # an old library exports fewer functions
         return _none(f"NVML: {error}")
     device = Device("cuda", capability=found.capability, name=found.name, simulated=False)
     return _found(device, f"NVML: {found.name}, compute capability {device.generation}{found.remark}")

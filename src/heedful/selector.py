@@ -186,7 +186,7 @@ def _cautions(policy: str, detected: Device | None) -> Iterator[str]:
             f"{environment.RETIRED_BACKEND} is set and has no effect under policy {STRICT}; "
             f"set {environment.BACKEND} instead, or {environment.POLICY}={vllm_063.POLICY}"
         )
-    if detected is not None and detected.simulated:
+    if detected is not None and detected.simulated and environment.platform() is not None:
         yield (
             f"{environment.PLATFORM}={detected.platform}: no such device answers on this machine, "
             "so the decision is for a simulated one with its libraries assumed"

@@ -209,10 +209,10 @@ def _features(row: Capability, request: SelectionRequest) -> Iterable[Reason | N
         text = f"{row.variant} has no {name}"
         yield _reason(row, _FEATURE_CODES[name], text, name, _listing(row.features))
     present = words_of(request)
-    for pair in sorted((row.excluded_pairs | CONTRACT_EXCLUDES), key=sorted):
-        if pair <= present:
-            text = f"{row.variant} cannot combine {' and '.join(sorted(pair))}"
-            yield _reason(row, ReasonCode.FEATURE_PAIR, text, " + ".join(sorted(pair)), "either alone")
+    excluded = [sorted(pair) for pair in row.excluded_pairs | CONTRACT_EXCLUDES if pair <= present]
+    for pair in sorted(excluded):
+        text = f"{row.variant} cannot combine {' and '.join(pair)}"
+        yield _reason(row, ReasonCode.FEATURE_PAIR, text, " + ".join(pair), "either alone")
 
 
 def words_of(request: SelectionRequest) -> frozenset[str]:
