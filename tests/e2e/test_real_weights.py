@@ -4,14 +4,17 @@ fp32 on both sides and greedy. The weights are 4-bit, dequantised: equality is j
 one transformers run serve the whole session.
 """
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from heedful import runner
 from heedful.errors import WeightsError
-from heedful.runner import Checkpoint, Engine, ModelRunner, RunnerOptions, SamplingParams, generate, weights
+from heedful.runner import Checkpoint, Engine, ModelRunner, RunnerOptions, SamplingParams, generate, streaming, weights
 from heedful.runner.streaming import encode_prompt
 
 pytestmark = pytest.mark.weights
@@ -151,3 +154,17 @@ def test_generate_streams_the_text_of_transformers_up_to_its_end(witness):
     assert "".join(pieces) == made.text == text
     assert len(pieces) > 3
     assert made.backend == "TORCH_SDPA"
+
+
+def test_the_snippets_of_the_page_run_as_they_stand(witness, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "runner.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(snippets) == 2
+    monkeypatch.setattr(streaming, "load_smollm2", lambda *dtype: witness.checkpoint)
+    monkeypatch.setattr(runner, "load_smollm2", lambda *dtype: witness.checkpoint)
+    for snippet in snippets:
+        exec(compile(snippet, "docs/runner.md", "exec"), {})
+    told = capsys.readouterr().out
+    assert "TORCH_SDPA on cpu, chosen by preference" in told
+    assert "The capital of France is Paris.TORCH_SDPA stop" in told
+    assert "A bicycle has" in told
