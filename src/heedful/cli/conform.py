@@ -137,8 +137,8 @@ def execute(row: Row, planned: Plan, asked: Asked) -> Report:
     from heedful.report.provenance import collect
 
     started, device = datetime.now(UTC), options.device_from(asked.platform)
-    options_of_run = {"only": asked.only, "seed": asked.seed, "timeout": asked.timeout, "workers": asked.workers}
-    results = list(watched(run_plan(planned, (row,), **options_of_run), len(chosen_ids(planned, asked))))
+    running = run_plan(planned, (row,), only=asked.only, seed=asked.seed, timeout=asked.timeout, workers=asked.workers)
+    results = list(watched(running, len(chosen_ids(planned, asked))))
     return Report.create(
         planned,
         results,

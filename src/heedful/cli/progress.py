@@ -14,8 +14,12 @@ SECONDS_A_LINE = 10.0
 LOUD = frozenset(Outcome) - {Outcome.PASS, Outcome.NOT_SUPPORTED, Outcome.WAIVED, Outcome.NOT_RUN}
 
 
+LOUD_LINES = 20
+"""After so many failures told at once the rest are only counted."""
+
+
 def watched(results: Iterable[CheckResult], total: int) -> Iterator[CheckResult]:
-    """Pass results on, telling of them on stderr; failures are told at once."""
+    """Pass results on, telling of them on stderr; the first failures are told at once."""
     return _bar(results, total) if sys.stderr.isatty() else _plain(results, total)
 
 
@@ -26,19 +30,27 @@ def _bar(results: Iterable[CheckResult], total: int) -> Iterator[CheckResult]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
         task = progress.add_task("", total=total)
+        loud = 0
         for result in results:
-            if result.outcome in LOUD:
+            loud += result.outcome in LOUD
+            if result.outcome in LOUD and loud <= LOUD_LINES:
                 progress.console.print(escape(f"{result.outcome}  {result.id}"), highlight=False)
-            progress.update(task, advance=1, description=escape(result.id.partition("[")[0]))
+            progress.update(task, advance=1, description=_doing(result, loud))
             yield result
 
 
+def _doing(result: CheckResult, loud: int) -> str:
+    check = result.id.partition("[")[0]
+    return f"{loud} failed  {check}" if loud else check
+
+
 def _plain(results: Iterable[CheckResult], total: int) -> Iterator[CheckResult]:
-    last = time.monotonic()
+    last, loud = time.monotonic(), 0
     for done, result in enumerate(results, start=1):
-        if result.outcome in LOUD:
+        loud += result.outcome in LOUD
+        if result.outcome in LOUD and loud <= LOUD_LINES:
             note(f"{result.outcome}  {result.id}")
         if time.monotonic() - last >= SECONDS_A_LINE or done == total:
             last = time.monotonic()
-            note(f"{done} of {total} cells")
+            note(f"{done} of {total} cells" + (f", {loud} failed" if loud else ""))
         yield result
