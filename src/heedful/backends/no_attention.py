@@ -89,7 +89,7 @@ class NoAttentionImpl(AttentionImpl):
         head_size_v: int | None = None,
         **unknown: object,
     ) -> None:
-        """A layer with heads has attention, and one with a window, ALiBi, … asks for it: both are refused."""
+        """A layer with heads is refused. In one without, a window or a cap shapes nothing and is let through."""
         refuse_unknown("NoAttentionImpl()", unknown, AttentionImpl.__init__)
         request = SelectionRequest(
             head_size=head_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ class _Sequence:
     context_len: int
     blocks: tuple[int, ...]
     first_written: int
-    encoder_len: int
+    encoder_len: int | None
     cross_blocks: tuple[int, ...]
     encodes: bool
 
@@ -45,18 +45,19 @@ class CommonMetadataBuilder:
         *,
         decode: bool = False,
         first_written: int | None = None,
-        encoder_len: int = 0,
+        encoder_len: int | None = None,
         cross_blocks: Sequence[int] = (),
     ) -> None:
         """Add a sequence of query_len new tokens after context_len cached ones, whose pages are blocks.
 
         first_written: position of the first token whose K and V are not in the cache yet (context_len when None).
-        encoder_len, cross_blocks: the encoder's tokens and pages; they are written in the step of the first prefill.
+        encoder_len, cross_blocks: the encoder's tokens (None: no encoder) and pages, written in the step of the first
+        prefill.
         """
         if not decode and self._decodes:
             raise MetadataError("a prefill was added after a decode; a batch is all prefills, then all decodes")
         written = context_len if first_written is None else first_written
-        encodes = encoder_len > 0 and not decode and context_len == 0
+        encodes = bool(encoder_len) and not decode and context_len == 0
         one = _Sequence(query_len, context_len, tuple(blocks), written, encoder_len, tuple(cross_blocks), encodes)
         (self._decodes if decode else self._prefills).append(one)
 
@@ -66,7 +67,7 @@ class CommonMetadataBuilder:
         """The step's metadata, padded to at least pad_sequences sequences and pad_tokens token rows."""
         sequences = self._prefills + self._decodes
         spare = max(0, pad_sequences - len(sequences))
-        sequences = sequences + [_Sequence(0, 0, (), 0, 0, (), False)] * spare
+        sequences = sequences + [_Sequence(0, 0, (), 0, None, (), False)] * spare
         query_lens = [s.query_len for s in sequences]
         seq_lens = [s.context_len + s.query_len for s in sequences]
         slots = [slot for s in sequences for slot in self._slots(s)]
@@ -87,11 +88,11 @@ class CommonMetadataBuilder:
             **self._encoder(sequences, device),
         )
 
-    def _encoder(self, sequences: list[_Sequence], device: torch.device | str) -> dict[str, object]:
-        if not any(s.encoder_len for s in sequences):
+    def _encoder(self, sequences: list[_Sequence], device: torch.device | str) -> dict[str, Any]:
+        if all(s.encoder_len is None for s in sequences):
             return {}
-        lengths = [s.encoder_len for s in sequences]
-        slots = [self._slot(s.cross_blocks, j) for s in sequences if s.encodes for j in range(s.encoder_len)]
+        lengths = [s.encoder_len or 0 for s in sequences]
+        slots = [self._slot(s.cross_blocks, j) for s in sequences if s.encodes for j in range(s.encoder_len or 0)]
         return {
             "encoder_seq_lens": _int32(lengths).to(device),
             "max_encoder_seq_len": max(lengths),
@@ -115,7 +116,7 @@ class CommonMetadataBuilder:
         return blocks[page] * self.block_size + position % self.block_size
 
 
-def _int32(values: Sequence[int]) -> torch.Tensor:
+def _int32(values: Sequence[Any]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
