@@ -66,9 +66,10 @@ def _sentence(report: Report) -> str:
     if not report.reached and not report.unexpected:
         return f"NOTHING REACHED: none of {len(report.selected)} cells could run."
     ran = f"{report.reached} of {len(report.selected)} cells ran"
+    wrong = len(report.unexpected)
     if report.unexpected:
         lost = f", {len(report.lost)} of them without a result" if report.lost else ""
-        return f"NOT AS PLANNED: {len(report.unexpected)} cells{lost}; {ran}."
+        return f"NOT AS PLANNED: {wrong} cell{'' if wrong == 1 else 's'}{lost}; {ran}."
     return f"AS PLANNED: {ran}, and each ended as planned."
 
 

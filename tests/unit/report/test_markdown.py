@@ -163,8 +163,8 @@ def test_it_is_rendered_alike_from_the_file(tmp_path, report):
         ([result("a[x]"), result("b[x]")], "**AS PLANNED: 2 of 2 cells ran, and each ended as planned.**"),
         ([result("a[x]"), result("b[x]", NOT_RUN)], "**AS PLANNED: 1 of 2 cells ran, and each ended as planned.**"),
         ([result("a[x]", NOT_RUN), result("b[x]", NOT_RUN)], "**NOTHING REACHED: none of 2 cells could run.**"),
-        ([result("a[x]"), result("b[x]", FAIL)], "**NOT AS PLANNED: 1 cells; 2 of 2 cells ran.**"),
-        ([result("a[x]")], "**NOT AS PLANNED: 1 cells, 1 of them without a result; 1 of 2 cells ran.**"),
+        ([result("a[x]"), result("b[x]", FAIL)], "**NOT AS PLANNED: 1 cell; 2 of 2 cells ran.**"),
+        ([result("a[x]")], "**NOT AS PLANNED: 1 cell, 1 of them without a result; 1 of 2 cells ran.**"),
     ],
 )
 def test_the_verdict_comes_first(results, sentence):
