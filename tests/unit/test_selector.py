@@ -347,7 +347,7 @@ def test_an_unusable_explicit_choice_is_an_error_with_all_reasons_and_never_repl
 
 def test_without_any_usable_candidate_the_error_lists_them_all(on):
     on(Device("cuda", capability=(13, 0)))
-    with pytest.raises(SelectionError, match="no backend can serve the request on cuda 13.0") as caught:
+    with pytest.raises(SelectionError, match=r"no backend can serve the request on cuda 13.0") as caught:
         get_attn_backend(*SEVEN)
     assert all(name in str(caught.value) for name in PREFERENCE["cuda"])
 
