@@ -43,6 +43,10 @@ class RunnerOptions:
     max_num_batched_tokens: int = 512
     share_prefixes: bool = True
 
+    def __post_init__(self) -> None:
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise BadInputError(f"num_blocks {self.num_blocks} must be 1 or more; None fills kv_cache_bytes")
+
 
 class ModelRunner:
     """One model, its backend and its cache. ``backend`` is the chosen class, ``selection`` the record that says why.

@@ -119,6 +119,11 @@ def test_the_number_of_blocks_follows_from_the_bytes_given_to_the_cache():
         ModelRunner(checkpoint(), RunnerOptions(kv_cache_bytes=block - 1))
 
 
+def test_a_cache_without_blocks_is_refused():
+    with pytest.raises(BadInputError, match="num_blocks 0 must be 1 or more"):
+        RunnerOptions(num_blocks=0)
+
+
 def test_the_record_says_which_backend_runs_and_who_chose():
     runner = ModelRunner(checkpoint(), SMALL)
     assert (runner.selection.backend, runner.selection.chosen_by) == (runner.backend.name, "preference")
