@@ -7,6 +7,7 @@ a test holds the two lists together. How to add a check: docs/conformance.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from heedful.conformance.cases import BATCHES, FAMILIES, Case
@@ -110,6 +111,7 @@ class Check:
         return tuple(dict.fromkeys(found))
 
 
+@lru_cache(maxsize=4)  # several checks of one backend ask for the same array
 def array_cases(profile: str, claims: Claims | None = None) -> tuple[Case, ...]:
     """The common array of the profile, then what it leaves open of the pairs that the backend claims."""
     if profile == "ci":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from heedful.backends.capabilities import row_reasons
@@ -141,6 +142,7 @@ def backend_cells(backend: type[AttentionBackend], spec: str, platform: str, lan
     check_profile(lane.profile)
     devices = [lane.device] if lane.device is not None else _devices(backend, platform)
 
+    @cache  # the search for pairs that are left open asks for the same cases again and again
     def claims(case: Case) -> bool:
         return any(not backend.unsupported_reasons(case.request(), device) for device in devices)
 
