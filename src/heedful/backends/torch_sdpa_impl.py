@@ -14,15 +14,13 @@ from torch import Tensor
 from heedful.backends.paged_impl import Call, PagedImpl
 from heedful.backends.torch_sdpa import TorchSdpaBackend
 from heedful.backends.torch_sdpa_mask import Rules, Tile, bias
-from heedful.backends.torch_sdpa_maths import add_sinks, attend, merge
+from heedful.backends.torch_sdpa_maths import Part, flash, join, spelt_out
 from heedful.backends.torch_sdpa_plan import Folded, Single, plan
 from heedful.backends.torch_sdpa_read import read
 from heedful.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from heedful.backends.torch_sdpa_mask import Mask
 
 QUERY_TILE = 256
 """Most tokens of a prefill that attend in one call."""
@@ -63,8 +61,9 @@ class TorchSdpaImpl(PagedImpl):
         parts = []
         for wanted in folded.reads:
             key, value = (read(view, wanted, torch.float32) for view in call.views)
-            parts.append(self._part(call, query, key, value, bias(wanted.tile, rules, self.group)))
-        self._put(call, folded.rows, folded.tokens, *merge(parts))
+            mask = bias(wanted.tile, rules, self.group)
+            parts.append(spelt_out(query, key, value, mask, self.scale * call.k_scale, self.logits_soft_cap))
+        self._put(call, folded.rows, folded.tokens, parts)
 
     def _attend_single(self, call: Call, single: Single, rules: Rules) -> None:
         """A prefill: tiles of its queries, each against all the keys that it may see."""
@@ -78,16 +77,13 @@ class TorchSdpaImpl(PagedImpl):
             seen = slice(low - first_key, high - first_key)
             query = self._fold(call.query[None, start + a : start + b].to(dtype))
             mask = bias(Tile((offset + a,), b - a, (low,), high - low, (key_len,)), rules, self.group)
-            part = self._part(call, query, key[:, :, seen], value[:, :, seen], mask)
-            self._put(call, slice(start + a, start + b), b - a, *part)
-
-    def _part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """k_scale goes into the scale of the scores: stored keys stay as they are."""
-        return attend(query, key, value, mask, self.scale * call.k_scale, self.logits_soft_cap)
+            tensors = (query, key[:, :, seen], value[:, :, seen], mask, self.scale * call.k_scale)
+            part = flash(*tensors) if self.logits_soft_cap is None else spelt_out(*tensors, self.logits_soft_cap)
+            self._put(call, slice(start + a, start + b), b - a, [part])
 
     def _single_dtype(self, call: Call) -> torch.dtype:
-        """bf16 only where nothing is left to do after torch's kernel has rounded its result."""
-        plain = self.sinks is None and self.logits_soft_cap is None
+        """bf16 only where torch's kernel gives the result itself; the LSE of its bf16 form is right to 1e-4 only."""
+        plain = self.sinks is None and self.logits_soft_cap is None and call.lse is None
         exact = call.views is None or self.kv_cache_dtype == "auto"
         return torch.bfloat16 if plain and exact and call.query.dtype == torch.bfloat16 else torch.float32
 
@@ -115,11 +111,12 @@ class TorchSdpaImpl(PagedImpl):
         rows = x.reshape(*x.shape[:2], self.group, tokens, -1).permute(0, 3, 1, 2, 4)
         return rows.flatten(2, 3).flatten(0, 1)
 
-    def _put(self, call: Call, rows: Tensor | slice, tokens: int, output: Tensor, lse: Tensor) -> None:
-        """Sinks and v_scale, then into the rows of the call."""
-        if self.sinks is not None:
-            per_row = self.sinks.view(self.num_kv_heads, self.group).repeat_interleave(tokens, 1)
-            output, lse = add_sinks(output, lse, per_row)
+    def _put(self, call: Call, rows: Tensor | slice, tokens: int, parts: list[Part]) -> None:
+        """Join the parts, apply v_scale, then into the rows of the call."""
+        sinks = self.sinks
+        if sinks is not None:
+            sinks = sinks.view(self.num_kv_heads, self.group).repeat_interleave(tokens, 1)
+        output, lse = join(parts, sinks)
         if call.views is not None and call.v_scale != 1:
             output = output * call.v_scale
         call.output[rows] = self._unfold(output, tokens).to(call.output.dtype)
