@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Final
 
 from heedful.types import ITEMSIZE, AttentionType, Device, Reason, ReasonCode, SelectionRequest
@@ -36,6 +37,10 @@ class Sizes:
         return -(-self.low // self.multiple_of) * self.multiple_of
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         if self.listed is not None:
             return ", ".join(map(str, sorted(self.listed))) or "none"
         top = "" if self.high is None else f" to {self.high}"
@@ -131,6 +136,11 @@ def _reason(row: Capability, code: ReasonCode, text: str, asked: object, accepte
 
 
 def _listing(words: Iterable[str]) -> str:
+    return _joined(frozenset(words))
+
+
+@cache
+def _joined(words: frozenset[str]) -> str:
     return ", ".join(sorted(words, key=_natural)) or "none"
 
 
@@ -208,6 +218,8 @@ def _features(row: Capability, request: SelectionRequest) -> Iterable[Reason | N
     for name in sorted(request.features - row.features):
         text = f"{row.variant} has no {name}"
         yield _reason(row, _FEATURE_CODES[name], text, name, _listing(row.features))
+    if not row.excluded_pairs and not request.features:
+        return  # every pair of the contract holds a feature
     present = words_of(request)
     excluded = [sorted(pair) for pair in row.excluded_pairs | CONTRACT_EXCLUDES if pair <= present]
     for pair in sorted(excluded):
@@ -217,6 +229,6 @@ def _features(row: Capability, request: SelectionRequest) -> Iterable[Reason | N
 
 def words_of(request: SelectionRequest) -> frozenset[str]:
     """The words of a request that excluded_pairs may name: features, attention type, dtype, cache dtype."""
-    cache = request.kv_cache_dtype or "auto"
-    family = {"fp8"} if cache.startswith("fp8") else set()
-    return request.features | {str(request.attn_type), request.dtype, cache} | family
+    stored = request.kv_cache_dtype or "auto"
+    family = {"fp8"} if stored.startswith("fp8") else set()
+    return request.features | {str(request.attn_type), request.dtype, stored} | family
