@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,9 @@ def command(
     ] = None,
 ) -> None:
     """Generate text with a real model, streaming it, and name the backend that computes it and why."""
+    if not sys.stderr.isatty():
+        # read when tqdm is imported: a log needs no bars of the loader
+        os.environ.setdefault("TQDM_DISABLE", "1")
     from heedful.runner import SamplingParams, generate, load_checkpoint, load_smollm2
 
     params = SamplingParams(temperature, top_p, seed, max_tokens)

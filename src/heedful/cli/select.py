@@ -116,17 +116,18 @@ def table(selection: Selection) -> Table:
     from rich.text import Text
 
     grid = Table(box=None, pad_edge=False)
-    for title in ("", "backend", "variant", "facts", "what stands in the way"):
+    for title in ("", "backend", "what stands in the way, or what would run"):
         grid.add_column(title, overflow="fold")
     for candidate in selection.candidates:
         mark = "*" if candidate.backend == selection.backend else ""
-        cells = (mark, candidate.backend, candidate.variant, candidate.facts, _obstacles(candidate))
-        grid.add_row(*map(Text, cells))
+        grid.add_row(*map(Text, (mark, candidate.backend, _told(candidate))))
     return grid
 
 
-def _obstacles(candidate: Candidate) -> str:
-    return "\n".join(map(str, candidate.reasons)) or "nothing"
+def _told(candidate: Candidate) -> str:
+    if candidate.reasons:
+        return "\n".join(map(str, candidate.reasons))
+    return ": ".join(filter(None, (f"can serve it, as variant {candidate.variant}", candidate.facts)))
 
 
 def _refusal(selection: Selection) -> str:
