@@ -11,16 +11,17 @@ import difflib
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from heedful import registry, vllm_063
 from heedful.libraries import LIBRARIES
 from heedful.selector import PREFERENCE, STRICT, decide
 from heedful.types import PLATFORMS, AttentionType, Device, Override, Selection, SelectionRequest
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from heedful.backends.capabilities import Capability
     from collections.abc import Callable, Iterable
+
+    from heedful.backends.capabilities import Capability
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "selection.md"
 GENERATIONS = {
