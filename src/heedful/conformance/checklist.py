@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from heedful.conformance.cases import BATCHES, FAMILIES, Case
+from heedful.conformance.closed_forms import FORMS
 from heedful.conformance.covering import common_array, supplement
 from heedful.errors import BadInputError
 from heedful.types import AttentionType
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from heedful.backends.capabilities import Capability
+    from heedful.conformance.closed_forms import Form
     from heedful.conformance.covering import Claims
 
 PROFILES: Final = ("smoke", "ci", "full")
@@ -154,6 +156,12 @@ _NUMERIC: Final = (
         more=in_dtypes((but(attn_type="encoder_decoder", batch="prefill", sinks=True),)),
     ),
     Check(
+        "a_row_without_keys_has_the_lse_of_nothing",
+        "checks_numeric",
+        smoke=tuple(but(attn_type="encoder_decoder", batch="mixed", sinks=sinks) for sinks in (False, True)),
+        needs=frozenset({"lse"}),
+    ),
+    Check(
         "chunking_never_changes_the_result",
         "checks_numeric",
         smoke=(
@@ -170,6 +178,39 @@ _NUMERIC: Final = (
             but(batch="ragged", **feature) for feature in ({}, {"logits_soft_cap": 2.0}, {"sliding_window": 7})
         ),
         more=(but(batch="ragged", alibi=True), but(batch="ragged", sinks=True), but(batch="ragged", head_size_v=48)),
+    ),
+)
+
+
+def forms_of(case: Case) -> tuple[Form, ...]:
+    """The closed forms that a case asks, in the phase that its batch names."""
+    return tuple(form for form in FORMS if case in _form_cases(form, case.dtype))
+
+
+def phase_of(case: Case) -> str:
+    """How the forms of a case are asked: its batch where there is a cache, else its attention type."""
+    return case.batch if has_cache(case) else str(case.attn_type)
+
+
+def _form_cases(form: Form, dtype: str) -> tuple[Case, ...]:
+    plain = form.case(dtype)
+    return tuple(replace(plain, batch=phase) if has_cache(plain) else plain for phase in form.phases)
+
+
+def known(*dtypes: str, lse: bool = False) -> tuple[Case, ...]:
+    """Every case that stands for a closed form, or for one with a known LSE."""
+    forms = [form for form in FORMS if form.lse is not None or not lse]
+    return tuple(dict.fromkeys(case for dtype in dtypes for form in forms for case in _form_cases(form, dtype)))
+
+
+_CLOSED: Final = (
+    Check("known_answers_come_out", "checks_closed", smoke=known("float32", "bfloat16"), more=known("float16")),
+    Check(
+        "known_lses_come_out",
+        "checks_closed",
+        smoke=known("float32", lse=True),
+        more=known("bfloat16", "float16", lse=True),
+        needs=frozenset({"lse"}),
     ),
 )
 
@@ -248,7 +289,7 @@ _REFUSAL: Final = tuple(
     }.items()
 )
 
-CHECKS: Final = (*_NUMERIC, *_FORM, *_CACHE, *_STEPS, *_REFUSAL, *_FREE)
+CHECKS: Final = (*_CLOSED, *_NUMERIC, *_FORM, *_CACHE, *_STEPS, *_REFUSAL, *_FREE)
 
 
 def checks_for(rows: Sequence[Capability]) -> tuple[Check, ...]:

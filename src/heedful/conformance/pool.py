@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pebble import ProcessExpired, ProcessPool
 
+from heedful.conformance.checklist import CHECKS
 from heedful.conformance.probe import Probe, probe
 from heedful.conformance.results import Outcome
 from heedful.conformance.worker import EXIT_ZERO, Ended, Order, run_cell, start
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 DEPTH: Final = 8
 """Cells that wait for each worker: enough that none idles, few enough to stop soon."""
+
+PRELOADED: Final = ("worker", "refusals", *dict.fromkeys(check.module for check in CHECKS))
+"""What a worker needs in any case; importing it runs nothing, so that forking from there is safe."""
 
 STARTS: Final = 3
 """Pools that may break in a row without a result before the rest of the cells are INFRA_ERROR."""
@@ -119,7 +123,7 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "heedful.conformance.worker"])
+    context.set_forkserver_preload(["torch", *(f"heedful.conformance.{name}" for name in PRELOADED)])
     return context
 
 

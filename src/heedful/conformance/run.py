@@ -49,10 +49,8 @@ def run_conformance(
     ids or globs. seed: added to every case's. timeout: seconds a cell may take. workers: processes at a time.
     Raises BadInputError and NothingToRunError before anything runs.
     """
-    lane, planned = plan_backend(backend, device, profile)
-    row = Row(lane.device.platform if lane.device else "cpu", (lane,), waivers=tuple(waivers))
-    plan = Plan(tuple(cell.expected for cell in planned))
-    return _run(plan, {_key(cell.expected): cell for cell in planned}, (row,), only, Terms(seed, timeout, workers))
+    runner, cells = runner_for(backend, device, profile, Terms(seed, timeout, workers), waivers)
+    return runner.results(choose(cells, only))
 
 
 def run_plan(
@@ -69,20 +67,32 @@ def run_plan(
     rows: those the plan was made of; their waivers apply. The rest is as for run_conformance.
     """
     known = {_key(cell.expected): cell for row in rows for cell in kernel_cells(row)}
-    return _run(plan, known, rows, only, Terms(seed, timeout, workers))
+    selections = {(selection_lane(r.platform), selection_id(r.platform, s)): s for r in rows for s in r.selections}
+    cells = choose(plan.cells, only)
+    strangers = [cell.id for cell in cells if _key(cell) not in known and _key(cell) not in selections]
+    if strangers:
+        raise BadInputError(f"the plan has cells that these rows do not: {', '.join(strangers[:3])}; plan them again")
+    return Runner(known, selections, rows, Terms(seed, timeout, workers)).results(cells)
 
 
-def plan_backend(
-    backend: str | type[AttentionBackend], device: Device | None, profile: str
-) -> tuple[Lane, list[PlannedCell]]:
-    """The hardware lane of one backend on a device (this machine's if None), and its cells."""
+def runner_for(
+    backend: str | type[AttentionBackend],
+    device: Device | None,
+    profile: str,
+    terms: Terms,
+    waivers: Sequence[Waiver] = (),
+) -> tuple[Runner, list[ExpectedCell]]:
+    """What runs the cells of one backend in the hardware lane of a device (this machine's if None), and those cells."""
     from heedful.platforms import detect
     from heedful.registry import resolve
 
     spec = spec_of(backend)
     here = device or detect()
     lane = Lane(Fidelity.HARDWARE, (spec,), profile, here)
-    return lane, list(backend_cells(resolve(spec), spec, here.platform, lane))
+    row = Row(here.platform, (lane,), waivers=tuple(waivers))
+    planned = list(backend_cells(resolve(spec), spec, here.platform, lane))
+    known = {_key(cell.expected): cell for cell in planned}
+    return Runner(known, {}, (row,), terms), [cell.expected for cell in planned]
 
 
 def spec_of(backend: str | type[AttentionBackend]) -> str:
@@ -123,19 +133,6 @@ def _key(cell: ExpectedCell) -> Key:
     return cell.lane, cell.id
 
 
-def _run(
-    plan: Plan, known: Mapping[Key, PlannedCell], rows: Sequence[Row], only: Sequence[str], terms: Terms
-) -> Iterator[CheckResult]:
-    """Check what can be checked now; the generator runs."""
-    cells = choose(plan.cells, only)
-    selections = {(selection_lane(r.platform), selection_id(r.platform, s)): s for r in rows for s in r.selections}
-    strangers = [cell.id for cell in cells if _key(cell) not in known and _key(cell) not in selections]
-    if strangers:
-        raise BadInputError(f"the plan has cells that these rows do not: {', '.join(strangers[:3])}; plan them again")
-    fidelities = {lane_name(row.platform, lane): (row.platform, lane.fidelity) for row in rows for lane in row.lanes}
-    return _Run(known, selections, rows, fidelities, terms).results(cells)
-
-
 def choose(cells: Sequence[ExpectedCell], only: Sequence[str]) -> list[ExpectedCell]:
     """The cells that any pattern means, in running order; a pattern that means none is an error."""
     if not cells:
@@ -147,28 +144,34 @@ def choose(cells: Sequence[ExpectedCell], only: Sequence[str]) -> list[ExpectedC
 
 
 @dataclass
-class _Run:
+class Runner:
+    """Runs expected cells whose planned cells or selections it knows. making: what makes the worker processes."""
+
     known: Mapping[Key, PlannedCell]
     selections: Mapping[Key, ExpectedSelection]
     rows: Sequence[Row]
-    lanes: Mapping[str, tuple[str, Fidelity]]
     terms: Terms
     making: Callable[[int, float], Workers] = Workers
 
     def results(self, cells: Sequence[ExpectedCell]) -> Iterator[CheckResult]:
         """One result a cell, lane by lane in the plan's order."""
-        waivers, today = [w for row in self.rows for w in row.waivers], datetime.now(UTC).date()
         with self.making(self.terms.workers, self.terms.timeout) as workers:
             for lane in dict.fromkeys(cell.lane for cell in cells):
-                group = [cell for cell in cells if cell.lane == lane]
-                for result in self._lane(lane, group, workers):
-                    yield waive(result, waivers, today)
+                yield from self.lane([cell for cell in cells if cell.lane == lane], workers)
+
+    def lane(self, cells: Sequence[ExpectedCell], workers: Workers) -> Iterator[CheckResult]:
+        """One result for each of some cells of one lane, under the rows' waivers."""
+        waivers, today = [w for row in self.rows for w in row.waivers], datetime.now(UTC).date()
+        return (waive(result, waivers, today) for result in self._lane(cells[0].lane, cells, workers))
 
     def _lane(self, lane: str, cells: Sequence[ExpectedCell], workers: Workers) -> Iterator[CheckResult]:
-        if lane not in self.lanes:
+        lanes = {
+            lane_name(row.platform, lane): (row.platform, lane.fidelity) for row in self.rows for lane in row.lanes
+        }
+        if lane not in lanes:
             yield from (judge_selection(cell, self.selections[_key(cell)]) for cell in cells)
             return
-        platform, fidelity = self.lanes[lane]
+        platform, fidelity = lanes[lane]
         found = workers.probe(platform)
         if found.fidelity != fidelity:
             text = found.text or f"this machine proves {platform} as {found.fidelity}, the lane asks for {fidelity}"
