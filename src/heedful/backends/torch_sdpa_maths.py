@@ -34,8 +34,9 @@ class Part:
 def spelt_out(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, cap: float | None) -> Part:
     """fp32, step by step: for few rows as fast as torch's kernel and closer to the truth; and the way of the soft cap,
     which torch's kernels do not know."""
-    scores = torch.matmul(query, key.transpose(-1, -2))
-    scores = scores.mul_(scale) if cap is None else scores.mul_(scale / cap).tanh_().mul_(cap)
+    scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scale)
+    if cap is not None:
+        scores = scores.div_(cap).tanh_().mul_(cap)
     if mask[0] is not None:
         scores += mask[0]
     top = scores.amax(-1)

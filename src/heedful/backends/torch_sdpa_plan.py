@@ -84,7 +84,9 @@ class _Planner:
 
     def plan(self) -> Plan:
         """Sort every sequence into one of the three kinds."""
-        step, short, single = self.step, [], []
+        step = self.step
+        short: list[int] = []
+        single: list[int] = []
         unseeing: list[int] = []
         for i, (tokens, keys) in enumerate(zip(step.query_lens, step.key_lens, strict=True)):
             if tokens and not keys:

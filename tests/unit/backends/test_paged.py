@@ -271,6 +271,14 @@ def test_fp8_clamps_rounds_to_even_and_keeps_nan(word):
     assert store(ties * 0.25, 0.25, dtype).float().tolist() == [1.0, 1 + 2 * step, 1 + 2 * step]
 
 
+def test_a_cache_has_the_dtype_of_its_word():
+    words = {"auto": torch.float16, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+    assert {word: cache_dtype(word, torch.float16) for word in words} == words
+    assert cache_dtype("fp8_e5m2", torch.float32) == torch.float8_e5m2
+    with pytest.raises(BadInputError, match="'u8'; give auto, fp8"):
+        cache_dtype("u8", torch.float32)
+
+
 def test_every_fp8_value_survives_a_round_trip():
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
