@@ -119,7 +119,7 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Rows of query that belong to a sequence; later rows are padding."""
-        return int(self._starts()[0][-1])
+        return int(self.starts()[0][-1])
 
     def fill(
         self, backend: type[AttentionBackend], impl: AttentionImpl | None = None, device: torch.device | str = "cpu"
@@ -160,12 +160,13 @@ class Batch:
 
     def expected(self) -> Expected:
         """The reference's answer and the yardsticks', computed from what the cache holds after the step's write."""
-        arguments, rules, n = (self.query, *self._flat_keys(), *self._starts()), self._rules(), self.num_tokens
+        arguments, rules, n = (self.query, *self.keys_and_values(), *self.starts()), self.rules(), self.num_tokens
         output, lse = reference_attention(*arguments, **rules)
         found = [kernel(*arguments, **rules) for kernel in (tiled_yardstick, eager_yardstick)]
         return Expected(output, lse[:n], tuple(out for out, _ in found), tuple(lse[:n] for _, lse in found))
 
-    def _rules(self) -> dict[str, Any]:
+    def rules(self) -> dict[str, Any]:
+        """The keyword arguments of the reference and of the yardsticks."""
         return {
             "scale": self.scale,
             "causal": self.case.attn_type == AttentionType.DECODER,
@@ -175,7 +176,7 @@ class Batch:
             "sinks": self.sinks,
         }
 
-    def _starts(self) -> tuple[Tensor, Tensor]:
+    def starts(self) -> tuple[Tensor, Tensor]:
         """query_start_loc and key_start_loc of the sequences that attend."""
         m, kind = self.metadata, self.case.attn_type
         if kind in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER) and m.encoder_seq_lens is not None:
@@ -183,14 +184,14 @@ class Batch:
             return (keys, keys) if kind == AttentionType.ENCODER else (m.query_start_loc.cpu(), keys)
         return m.query_start_loc.cpu(), starts_of(m.seq_lens.tolist())
 
-    def _flat_keys(self) -> Pages:
+    def keys_and_values(self) -> Pages:
         """Key and value of every sequence in order, as attention reads them: un-paged, dequantised."""
         pages = self.pages_after()
         if pages is None:
             if self.key is None or self.value is None:
                 raise BadInputError(f"case {self.case.id} has neither keys nor a cache to read them from")
             return self.key, self.value
-        lengths = self._starts()[1].diff().tolist()
+        lengths = self.starts()[1].diff().tolist()
         found = []
         for page, scale in zip(pages, (self.k_scale, self.v_scale), strict=True):
             parts = [

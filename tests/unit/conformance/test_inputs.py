@@ -157,7 +157,7 @@ def test_logits_reach_the_soft_cap(family, cap):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sinks_lie_near_the_rows_lse(family):
     batch = build(Case(family=family, sinks=True, batch="exact_page"))
-    _, lse = reference_attention(batch.query, *batch._flat_keys(), *batch._starts(), scale=batch.scale)
+    _, lse = reference_attention(batch.query, *batch.keys_and_values(), *batch.starts(), scale=batch.scale)
     assert (lse.mean(0) - batch.sinks).abs().max() < 2.0
     share = (batch.sinks - torch.logaddexp(lse.double(), batch.sinks.double())).exp()
     assert 0.1 < share.mean() < 0.9
@@ -232,7 +232,7 @@ def test_fp8_scales_are_exact_in_every_dtype():
 
 def test_a_quantised_cache_is_judged_on_what_it_holds():
     batch = build(Case(kv_cache_dtype="fp8", batch="prefill"))
-    key, value = batch._flat_keys()
+    key, value = batch.keys_and_values()
     assert not torch.equal(key.float(), batch.key)
     slots = batch.metadata.slot_mapping
     stored = [page.float().flatten(0, 1)[slots] for page in batch.pages_after()]

@@ -124,10 +124,10 @@ def torch_sdpa(p: Problem) -> Tensor:
 
 def run(batch: Batch, kernel: Callable[[Problem], Tensor]) -> Tensor:
     """The batch through a kernel, sequence by sequence; pad rows 0."""
-    key, value = (x.to(batch.query.dtype) for x in batch._flat_keys())
-    q, k = (starts.tolist() for starts in batch._starts())
+    key, value = (x.to(batch.query.dtype) for x in batch.keys_and_values())
+    q, k = (starts.tolist() for starts in batch.starts())
     output = batch.query.new_zeros(*batch.query.shape[:2], value.shape[-1])
-    rules = batch._rules()
+    rules = batch.rules()
     for i in range(len(q) - 1):
         rows, keys = slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
         p = Problem(
