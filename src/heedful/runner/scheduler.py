@@ -144,7 +144,7 @@ class Scheduler:
     def _plan_decodes(self, planned: dict[Request, Chunk]) -> bool:
         before = self.stats.preemptions
         for request in [s for s in self.running if s.decoding]:
-            if request in self.running and self._extend(request, planned):
+            if request in self.running and self._extend(request):
                 planned[request] = Chunk(request, request.computed, 1, decode=True)
         return self.stats.preemptions > before
 
@@ -188,16 +188,15 @@ class Scheduler:
         self.stats.shared_tokens += request.computed
         return True
 
-    def _extend(self, request: Request, planned: dict[Request, Chunk]) -> bool:
+    def _extend(self, request: Request) -> bool:
         """A block for the next token; False when the request itself had to give way."""
         while self.pool.blocks_for(request.computed + 1) > len(request.blocks):
             block = self.pool.allocate(1)
             if block is not None:
                 request.blocks += block
                 continue
-            victim = self.running[-1]
+            victim = self.running[-1]  # decodes are planned oldest first: it is not planned yet
             self._preempt(victim)
-            planned.pop(victim, None)
             if victim is request:
                 return False
         return True

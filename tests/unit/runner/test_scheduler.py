@@ -116,6 +116,16 @@ def test_a_shared_block_is_never_written():
     assert scheduler.stats.shared_tokens > 0
 
 
+def test_blocks_whose_tokens_are_not_computed_yet_are_not_shared():
+    scheduler = make(token_budget=8)
+    scheduler.add(Request([7] * 14, max_tokens=3))
+    step(scheduler)
+    second = Request([7] * 14, max_tokens=3)
+    scheduler.add(second)
+    assert shapes(step(scheduler)) == [(8, 6, False), (8, 2, False)]
+    assert second.shared == 8
+
+
 def test_without_sharing_every_prompt_is_computed():
     scheduler = make(share_prefixes=False)
     scheduler.add(Request([7] * 8, max_tokens=1))
@@ -150,6 +160,27 @@ def test_a_request_that_waits_for_blocks_is_admitted_once_they_are_free():
     assert [c.request for c in step(scheduler)] == [first]
     scheduler.finish(first)
     assert [c.request for c in step(scheduler)] == [second]
+
+
+def test_preempted_requests_come_back_in_order_before_those_that_never_ran():
+    scheduler = make(num_blocks=6, block_size=2, max_num_seqs=3, share_prefixes=False)
+    first, second, third, late = (Request([n, n], max_tokens=8) for n in range(4))
+    for request in (first, second, third, late):
+        scheduler.add(request)
+    while not second.preemptions:
+        step(scheduler)
+    assert list(scheduler.waiting) == [second, third, late]
+
+
+def test_a_waiting_request_leaves_each_running_one_its_next_block():
+    scheduler = make(num_blocks=5, block_size=4, token_budget=16)
+    running, waiting = Request([1] * 9, max_tokens=6), Request([2] * 8, max_tokens=4)
+    scheduler.add(running)
+    step(scheduler)
+    scheduler.add(waiting)
+    assert [c.request for c in step(scheduler)] == [running]
+    assert run(scheduler)
+    assert scheduler.stats.preemptions == 0
 
 
 def test_a_request_that_could_never_fit_is_refused_with_what_to_do():
