@@ -107,7 +107,9 @@ def check_tensors_that_do_not_fit_are_refused(backend: type[AttentionBackend], c
     other = torch.float32 if key.dtype != torch.float32 else torch.bfloat16
     wrong: dict[str, Mapping[str, Any]] = {
         "a query of another head size": {"query": query[..., :-8]},
+        "a query of twice the head size": {"query": torch.cat([query, query], -1)},
         "a query of fewer heads": {"query": query[:, :-1]},
+        "a query of twice the heads": {"query": torch.cat([query, query], 1)},
         "a query of fewer rows": {"query": query[:-1]},
         "a key in another dtype": {"key": key.to(other)},
         "a value of fewer rows": {"value": value[:-1]},

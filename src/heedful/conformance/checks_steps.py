@@ -37,28 +37,40 @@ def check_batch_mates_never_matter(backend: type[AttentionBackend], case: Case) 
 
 
 def check_layers_share_a_steps_metadata(backend: type[AttentionBackend], case: Case) -> Margins:
-    """Two layers that differ in scale, window and slopes, one metadata object: neither sees what the other derived."""
+    """Layers that differ in scale, window and slopes, one metadata object: none sees what another derived."""
     ours = Bench(backend, case)
     plainer = replace(case, sliding_window=None, alibi=False)
     layer = replace(ours.on_host.layer, scale=2 * ours.on_host.scale, alibi_slopes=None)
     theirs = Bench(backend, plainer, replace(ours.on_host, case=plainer, layer=layer))
+    alike = _with_other_numbers(ours)
     shared, found = ours.arguments()["attn_metadata"], []
-    for name, bench in (("first", theirs), ("second", ours), ("first again", theirs)):
+    for name, bench in (("first", theirs), ("second", ours), ("third", alike), ("first again", theirs)):
         output = bench.forward(attn_metadata=shared)
         found.append(agree(bench.on_host.expected(), output, what=f"the {name} layer on shared metadata"))
     return merged(found)
 
 
+def _with_other_numbers(bench: Bench) -> Bench:
+    """A layer with the same features and other numbers for them: half the slopes, one more key in the window."""
+    case, layer = bench.case, bench.on_host.layer
+    slopes = None if layer.alibi_slopes is None else layer.alibi_slopes / 2
+    other = replace(case, sliding_window=None if case.sliding_window is None else case.sliding_window + 1)
+    batch = replace(bench.on_host, case=other, layer=replace(layer, alibi_slopes=slopes))
+    return Bench(bench.backend, other, batch)
+
+
 def check_a_layer_keeps_nothing_of_a_step(backend: type[AttentionBackend], case: Case) -> Margins:
-    """Another step on the same layer: it is right, it leaves the first answer alone, and the first comes out again."""
-    bench, other = Bench(backend, case), _another_step(backend, case)
+    """Other steps on the same layer: they are right, they leave the first answer alone, and it comes out again."""
+    bench, found = Bench(backend, case), []
     first = bench.forward()
     kept = first.clone()
-    margins = agree(other.on_host.expected(), other.forward(bench.impl), what="the second step")
-    assert same_bits(first, kept), "the second step changed the tensor that the first one answered with"
+    like_it = Bench(backend, replace(case, seed=case.seed + 1))
+    for name, step in (("another step", _another_step(backend, case)), ("a step of the same lengths", like_it)):
+        found.append(agree(step.on_host.expected(), step.forward(bench.impl), what=name))
+        assert same_bits(first, kept), f"{name} changed the tensor that the first one answered with"
     bench.cache = bench.fill()
-    assert same_bits(bench.forward(), kept), "the same step gives other bits after another step"
-    return margins
+    assert same_bits(bench.forward(), kept), "the same step gives other bits after other steps"
+    return merged(found)
 
 
 def _another_step(backend: type[AttentionBackend], case: Case) -> Bench:
