@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
-from heedful.conformance.results import Outcome
-from heedful.conformance.run import plan_backend
+from heedful.conformance.plan import Lane, backend_cells
+from heedful.conformance.results import Fidelity, Outcome
 from heedful.conformance.worker import Order, run_cell
 from heedful.types import Device
 from meta.broken import spec
@@ -40,17 +40,20 @@ class Verdict:
 
 
 def in_turn(cells: list[PlannedCell]) -> Iterator[PlannedCell]:
-    """The first case of every check, then the second of every check, and so on: a check's first cases are cheapest."""
-    by_check: dict[str, list[PlannedCell]] = defaultdict(list)
+    """The first case of every check, then the second, and so on; refusals to prove are queues of their own.
+
+    A check's first cases are its cheapest.
+    """
+    queues: dict[tuple[str, Outcome], list[PlannedCell]] = defaultdict(list)
     for cell in cells:
-        by_check[cell.check].append(cell)
-    return (cell for cell in chain.from_iterable(zip_longest(*by_check.values())) if cell is not None)
+        queues[cell.check, cell.expected.outcome].append(cell)
+    return (cell for cell in chain.from_iterable(zip_longest(*queues.values())) if cell is not None)
 
 
 def verdicts(backend: type[AttentionBackend], profile: str = "ci", seed: int = 0) -> Iterator[Verdict]:
     """Every cell of the profile, judged in this process."""
-    _, cells = plan_backend(spec(backend), CPU, profile)
-    for cell in in_turn(cells):
+    lane = Lane(Fidelity.HARDWARE, (spec(backend),), profile, CPU)
+    for cell in in_turn(list(backend_cells(backend, spec(backend), "cpu", lane))):
         case = replace(cell.case, seed=cell.case.seed + seed)
         order = Order(cell.backend, cell.check, cell.module, case, reason=cell.expected.reason)
         yield Verdict(cell, run_cell(order))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from heedful.backends.base import AttentionBackend, AttentionImpl
-from heedful.backends.capabilities import Capability, Sizes
+from heedful.backends.capabilities import Capability, Sizes, unsupported_reasons
 from heedful.errors import BadInputError, UnsupportedError
 from heedful.types import DTYPES, AttentionType, Device, SelectionRequest, check_request
 from meta import plain_checks as checks
@@ -31,6 +31,9 @@ EVERYTHING = Capability(
     features=frozenset({"window", "alibi", "soft_cap", "sinks", "lse"}),
     mixed_head_sizes=True,
 )
+
+
+CPU = Device("cpu")
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Plain(AttentionBackend, AttentionImpl):
 
     name = "Plain"
     CAPABILITIES = (EVERYTHING,)
-    CLAIMED: ClassVar[Device] = Device("cpu")
+    ENFORCES: ClassVar[tuple[Capability, ...] | None] = None
     VALIDATES: ClassVar[frozenset[str]] = checks.ALL
 
     def __init_subclass__(cls) -> None:
@@ -157,8 +160,8 @@ class Plain(AttentionBackend, AttentionImpl):
         self.refuse(self.request, skip=("encoder_decoder",))
 
     def refuse(self, request: SelectionRequest, skip: tuple[str, ...] = ()) -> None:
-        """Whatever CAPABILITIES exclude raises here; pairs with an attention type can only be seen in forward."""
-        reasons = self.unsupported_reasons(request, self.CLAIMED)
+        """What CAPABILITIES exclude raises here; pairs with an attention type can only be seen in forward."""
+        reasons = unsupported_reasons(self.name, self.ENFORCES or self.CAPABILITIES, request, CPU)
         kept = [r for r in reasons if not any(word in r.asked for word in skip)]
         if kept:
             raise UnsupportedError(f"{self.name} cannot serve {request.to_dict()}: {kept[0]}", tuple(kept))

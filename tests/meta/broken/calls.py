@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from heedful.backends.capabilities import listed
+from meta import plain_checks as checks
 from meta.plain import EVERYTHING, FP8, Plain
 
 
@@ -140,10 +141,9 @@ def without(feature):
 
 
 class _Unrefusing(Plain):
-    """Takes whatever it is given."""
+    """Refuses what the plain backend does, whatever less it claims itself."""
 
-    def refuse(self, request, skip=()):
-        pass
+    ENFORCES = (EVERYTHING,)
 
 
 class SoftCapDropped(_Unrefusing):
@@ -277,7 +277,8 @@ class ScaleWithoutFp8Taken(Plain):
     """A scale other than 1 is left out where the cache is not fp8."""
 
     def scale_value(self, scale):
-        return super().scale_value(scale) if self.cache_word in FP8 else 1.0
+        found = checks.scale(scale, is_fp8=True)
+        return found if self.cache_word in FP8 else 1.0
 
 
 class NanScaleTaken(Plain):

@@ -26,7 +26,7 @@ class CausalSeesNext(Plain):
     """Each prefill token also sees the one after it."""
 
     def causal(self, ahead, part):
-        return super().causal(ahead - (part.phase == "prefill"), part)
+        return super().causal(ahead - 1 if part.phase == "prefill" else ahead, part)
 
 
 class CausalHidesSelf(Plain):

@@ -233,12 +233,3 @@ class SwapBlocksWholeCache(Plain):
         count = min(src[0].shape[0], dst[0].shape[0])
         everything = torch.arange(count)[:, None].expand(count, 2).contiguous()
         super().swap_blocks(src, dst, everything)
-
-
-class KvHeadsReadTransposed(Plain):
-    """kv_views and get_kv_cache_shape disagree: heads and offsets change places where both fit."""
-
-    @staticmethod
-    def kv_views(kv_cache):
-        fits = kv_cache[0].dim() == 4 and kv_cache[0].shape[1] == kv_cache[0].shape[2]
-        return (kv_cache[0], kv_cache[1]) if fits else Plain.kv_views(kv_cache)
