@@ -22,19 +22,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Allowance:
-    """Multiples of the yardstick's error: of its largest, of its RMS, of each (query, head) row's RMS."""
+    """Multiples of the yardstick's error: of its largest, of its RMS, of each (query, head) row's RMS.
+
+    spread: a row's unit is never under this share of the whole RMS: a yardstick may be right by luck in a row whose
+    error is one number, such as the logit of its only key beside a sink.
+    """
 
     max: float
     rms: float
     row: float
+    spread: float = 0.0
 
 
 REC: Mapping[str, Allowance] = {
-    "float32": Allowance(max=3.0, rms=2.0, row=8.0),
+    "float32": Allowance(max=8.0, rms=6.0, row=32.0, spread=1.0),
     "bfloat16": Allowance(max=2.0, rms=1.5, row=4.0),
     "float16": Allowance(max=2.0, rms=1.5, row=4.0),
 }
-"""The policy by dtype. An entry may change only with a written measurement: value, date, hardware, issue."""
+"""The policy by dtype. An entry may change only with a written measurement: value, date, hardware, issue.
+
+float32: with 3, 2, 8 and no spread TORCH_SDPA was falsely refused in 36 of 1,530 runs of the covering array (x86 CPU,
+10 seeds, 2026-12-01, issue 2; largest shares 1.24, 1.36, 16.5); with these its largest are 0.47, 0.46 and 0.42. What a
+defect does in fp32 is hundreds of times larger: see tests/unit/conformance/test_tolerance.py.
+"""
 
 LSE_MULTIPLE = 16.0
 """How often an LSE may exceed the yardstick's largest error, or half an ulp of fp32 where that is larger."""
@@ -135,6 +145,7 @@ def _shares(errors: Tensor, units: Sequence[Tensor], floor: Tensor, multiples: A
     largest = torch.stack([*(u.max() for u in units), floor.max()]).max()
     rms = torch.stack([*(_rms(u) for u in units), _rms(floor) / math.sqrt(3)]).max()
     row = torch.stack([*(_rms(u, -1) for u in units), _rms(floor, -1) / math.sqrt(3)]).amax(0)
+    row = row.clamp(min=multiples.spread * rms)
     return {
         "max": _share(errors, multiples.max * largest),
         "rms": _share(_rms(errors), multiples.rms * rms),

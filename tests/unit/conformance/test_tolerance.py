@@ -144,7 +144,7 @@ def test_margins_are_shares_of_the_allowance():
     reference = torch.ones(4, 1, 1, dtype=torch.float64)
     yardstick = torch.tensor([1.01, 0.99, 1.01, 0.99]).reshape(4, 1, 1)
     margins = judge((reference + 0.01).float(), reference, yardstick, "float32")
-    assert margins == pytest.approx({"max": 1 / 3, "rms": 1 / 2, "row": 1 / 8}, rel=1e-4)
+    assert margins == pytest.approx({"max": 1 / 8, "rms": 1 / 6, "row": 1 / 32}, rel=1e-4)
 
 
 def test_a_perfect_answer_uses_nothing_even_of_nothing():
@@ -162,7 +162,16 @@ def test_the_larger_of_two_yardsticks_counts():
     output, near, far = (torch.full((1, 1, 1), 1 + e) for e in (0.02, 1e-6, 0.02))
     with pytest.raises(OutOfToleranceError):
         judge(output, reference, near, "float32")
-    assert judge(output, reference, (near, far), "float32")["rms"] == pytest.approx(0.5)
+    assert judge(output, reference, (near, far), "float32")["rms"] == pytest.approx(1 / 6)
+
+
+def test_a_row_in_which_the_yardstick_is_right_by_luck_is_measured_by_the_whole_batch():
+    reference = torch.ones(4, 1, 1, dtype=torch.float64)
+    lucky = torch.tensor([1.01, 0.99, 1.01, 1.0]).reshape(4, 1, 1)
+    tight, spread = (Allowance(max=4.0, rms=4.0, row=4.0, spread=share) for share in (0.0, 1.0))
+    with pytest.raises(OutOfToleranceError, match="row error"):
+        judge((reference + 0.01).float(), reference, lucky, "float32", tight)
+    assert judge((reference + 0.01).float(), reference, lucky, "float32", spread)["row"] < 0.5
 
 
 def test_a_zero_row_must_be_exactly_zero():
