@@ -14,6 +14,7 @@ pytest-xdist. loadscope, loadfile and loadgroup are refused: they lose items whe
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -105,7 +106,13 @@ class Cell:
         """Run the cell in the session's worker process and turn its outcome into pytest's."""
         assert self.workers is not None
         self.result = next(iter(self.runner.lane([self.expected], self.workers)))
-        _conclude(self.result, self.profile)
+        _conclude(self.result, self._again())
+
+    def _again(self) -> str:
+        """The line that reruns this cell as it ran here."""
+        spec = self.runner.known[self.expected.lane, self.expected.id].backend
+        seed = f" --seed {self.runner.terms.seed}" if self.runner.terms.seed else ""
+        return f"{reproduce(self.expected.id, self.profile)} --backend {shlex.quote(spec)}{seed}"
 
 
 def _planned(config: pytest.Config, backend: Any, profile: str = "smoke") -> list[Cell]:
@@ -122,14 +129,14 @@ def _terms(config: pytest.Config) -> Terms:
     return Terms(seed=config.getoption("heedful_seed"), timeout=config.getoption("heedful_timeout"))
 
 
-def _conclude(result: CheckResult, profile: str) -> None:
+def _conclude(result: CheckResult, again: str) -> None:
     if result.outcome == Outcome.PASS:
         return
     if result.outcome in (Outcome.NOT_SUPPORTED, Outcome.NOT_RUN):
         pytest.skip(f"{result.outcome}: {result.detail}")
     if result.outcome == Outcome.WAIVED:
         pytest.xfail(f"waived: {result.detail}")
-    pytest.fail(f"{result.outcome}: {result.detail}\nagain: {reproduce(result.id, profile)}", pytrace=False)
+    pytest.fail(f"{result.outcome}: {result.detail}\nagain: {again}", pytrace=False)
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,15 @@ import sys
 from dataclasses import fields, replace
 from importlib import import_module
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 
 from heedful.backends.capabilities import Capability, Sizes, listed, pairs, unsupported_reasons
-from heedful.conformance.cases import BATCHES, CACHED_ONLY, Case, cells
+from heedful.conformance.cases import BATCHES, CACHED_ONLY, FAMILIES, Case, cells
 from heedful.conformance.checklist import CHECKS, FREE_MODULE, PLAIN, PROFILES, array_cases, but, checks_for
 from heedful.conformance.covering import AXES, common_array, legal, supplement, to_case, to_row, tuples_of, uncovered
+from heedful.conformance.results import Fidelity, Outcome
 from heedful.errors import BadInputError
 from heedful.registry import load
 from heedful.types import Device
@@ -163,6 +165,12 @@ def test_cross_attention_says_how_many_encoder_keys_each_sequence_has():
 def test_no_encoder_batch_has_a_context():
     for batch in set(BATCHES) - CACHED_ONLY:
         assert all(span.context == 0 for span in but(attn_type="encoder_only", batch=batch).spans), batch
+
+
+def test_the_page_on_conformance_names_every_outcome_profile_batch_kind_and_family():
+    page = Path(__file__).parents[3].joinpath("docs", "conformance.md").read_text(encoding="utf-8")
+    words = [*Outcome, *Fidelity, *PROFILES, *BATCHES, *FAMILIES]
+    assert [str(word) for word in words if f"`{word}`" not in page] == []
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def test_a_crash_is_one_failed_item_and_the_report_has_every_cell(suite, tmp_pat
     assert "heedful: 2 PASS · 1 FAIL · 1 CRASH" in done.stdout
     assert "the process was killed by SIGSEGV" in done.stdout
     assert "again: heedful conform --profile smoke --only 'cpu/UNRULY/the_flat_form_is_answered_flat[" in done.stdout
+    assert "-ragged-normal]' --backend unruly:Unruly" in done.stdout
     assert "Traceback" not in done.stdout
 
 
