@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from heedful.backends.base import AttentionBackend, AttentionImpl
+from heedful.backends.base import AttentionImpl
 from heedful.backends.capabilities import Capability, Sizes, unsupported_reasons
 from heedful.errors import BadInputError, UnsupportedError
 from heedful.types import DTYPES, AttentionType, Device, SelectionRequest, check_request
 from meta import plain_checks as checks
+from meta.plain_pages import PlainPages
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 EVERYTHING = Capability(
@@ -71,7 +72,7 @@ class Call:
     v_scale: float
 
 
-class Plain(AttentionBackend, AttentionImpl):
+class Plain(PlainPages, AttentionImpl):
     """Right in every row of the contract's table."""
 
     name = "Plain"
@@ -87,37 +88,6 @@ class Plain(AttentionBackend, AttentionImpl):
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         return cls
-
-    @staticmethod
-    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, kv_cache_dtype="auto", head_size_v=None):
-        key = (num_blocks, num_kv_heads, block_size, head_size)
-        if head_size_v in (None, head_size):
-            return (2, *key)
-        return key, (*key[:3], head_size_v)
-
-    @staticmethod
-    def kv_views(kv_cache):
-        return kv_cache[0].transpose(1, 2), kv_cache[1].transpose(1, 2)
-
-    @classmethod
-    def swap_blocks(cls, src, dst, pairs) -> None:
-        checks.block_pairs(pairs, src[0].shape[0], dst[0].shape[0])
-        for part in (0, 1):
-            cls.move(src[part], dst[part], pairs)
-
-    @classmethod
-    def copy_blocks(cls, caches, pairs) -> None:
-        for cache in caches:
-            checks.block_pairs(pairs, cache[0].shape[0], cache[0].shape[0])
-        checks.no_block_both_ways(pairs)
-        for cache in caches:
-            for part in (0, 1):
-                cls.move(cache[part], cache[part], pairs)
-
-    @staticmethod
-    def move(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
-        for source, target in pairs.tolist():
-            dst[target].copy_(src[source])
 
     # Impl: construction ----------------------------------------------------------------------------------------------
 
