@@ -14,6 +14,8 @@ from heedful.conformance import parametrize_with_checks
 @parametrize_with_checks({backend!r})
 def test_conformance(heedful_cell): {body}
 """
+EDITABLE = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
+"""The finder of an editable install is imported before pytest starts."""
 FLAT = ("--heedful-only", "*the_flat_form*")
 
 
@@ -23,7 +25,8 @@ def suite(tmp_path):
 
     def run(*options, backend="unruly:Unruly", body="heedful_cell()", **env):
         (tmp_path / "test_mine.py").write_text(THREE_LINES.format(backend=backend, body=body))
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "error", *options, "test_mine.py"]
+        strict = ("-p", "no:cacheprovider", "-W", "error", "-W", EDITABLE)
+        command = [sys.executable, "-m", "pytest", *strict, *options, "test_mine.py"]
         environment = {**os.environ, "PYTHONPATH": str(HERE), "COLUMNS": "300", **env}
         environment.pop("PYTEST_ADDOPTS", None)
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
