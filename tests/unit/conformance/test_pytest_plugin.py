@@ -133,7 +133,7 @@ def test_bad_options_are_one_clear_error(suite, options, message):
 
 def test_a_session_without_cells_is_left_alone(tmp_path):
     (tmp_path / "test_other.py").write_text("def test_it(): pass\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_other.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", EDITABLE, "test_other.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "heedful" not in done.stdout
