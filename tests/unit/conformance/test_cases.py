@@ -152,6 +152,7 @@ def test_only_a_backend_without_attention_is_asked_the_attention_free_checks():
     assert not set(free) & set(attends)
 
 
+@pytest.mark.nightly
 def test_full_adds_seeds_and_triples():
     assert {case.seed for case in array_cases("full")} == {0, 1, 2}
 
