@@ -2,6 +2,7 @@
 
 Importing this package loads the compiled library and raises ImportError where it was not built. It loads no torch.
 ``HEEDFUL_CPU_ISA`` names the instruction set to run (see ``isas``); by default the best that this machine has.
+``HEEDFUL_CPU_LIBRARY`` names another build of the library to load, such as a sanitized one; a missing file is an error.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ INLINE void write_row(const heedful_attention& a, void* to, const float* row, fl
 // Closes one row: the sink joins the denominator, the sum is divided, the output is rounded, the LSE is written.
 inline void emit(const heedful_attention& a, int64_t token, int head, float* row, float top, float sum) {
   float factor = 1.f;
-  if (top == -INFINITY) sum = 0;  // no visible key
+  if (top == -INFINITY && sum == sum) sum = 0;  // no visible key; a NaN stays one
   if (a.sinks && a.sinks[head] != -INFINITY) {
     const float sink = a.sinks[head] * kLog2e, most = top > sink ? top : sink;
     factor = top == -INFINITY ? 0.f : exp2f(top - most);
@@ -115,7 +115,7 @@ inline void emit(const heedful_attention& a, int64_t token, int head, float* row
   factor = sum > 0 ? factor * a.v_scale / sum : 0.f;
   if (sum != sum) factor = sum;
   write_row(a, (char*)a.output + (token * a.o_token + head * a.o_head) * size, row, factor);
-  if (a.lse) a.lse[token * a.lse_token + head * a.lse_head] = sum > 0 ? (top + log2f(sum)) / kLog2e : -INFINITY;
+  if (a.lse) a.lse[token * a.lse_token + head * a.lse_head] = sum == 0 ? -INFINITY : (top + log2f(sum)) / kLog2e;
 }
 
 // Joins the parts of one sequence in their order, for every row of the heads of `u`.
@@ -133,9 +133,9 @@ inline void merge_parts(const heedful_attention& a, const DecodeUnit& u, int par
     memset(row, 0, sizeof row);
     for (int c = 0; c < parts; c++) {
       const float* from = partials + c * part + i * width;
-      const float t = from[a.head_size_v], w = t == -INFINITY ? 0.f : exp2f(t - top);
-      if (w == 0.f) continue;
-      sum += w * from[a.head_size_v + 1];
+      const float t = from[a.head_size_v], total = from[a.head_size_v + 1], w = t == -INFINITY ? 0.f : exp2f(t - top);
+      if (w == 0.f && total == total) continue;
+      sum += w * total;
       int d = 0;
       for (; d + W <= a.head_size_v; d += W) store(row + d, load<vf>(row + d) + load<vf>(from + d) * w);
       for (; d < a.head_size_v; d++) row[d] += from[d] * w;

@@ -96,7 +96,12 @@ def _load() -> ctypes.CDLL:
 
 
 def _path() -> Path:
-    """Beside this file in a wheel; where the installer put it in an editable install."""
+    """HEEDFUL_CPU_LIBRARY, else beside this file in a wheel, else where the installer put it in an editable install."""
+    asked = os.environ.get("HEEDFUL_CPU_LIBRARY")
+    if asked is not None:
+        if not Path(asked).is_file():
+            raise ImportError(f"HEEDFUL_CPU_LIBRARY={asked!r} names no file; name a built libheedful_cpu.so or unset it")
+        return Path(asked)
     name = "libheedful_cpu.so"
     places = [Path(__file__).with_name(name)]
     try:

@@ -81,8 +81,8 @@ void row(const heedful_attention& a, int s, int i, int h) {
     sum += weight;
   }
   const int64_t o = (q_begin + i) * a.o_token + h * a.o_head;
-  for (int d = 0; d < a.head_size_v; d++) put(a.output, o + d, a.dtype, sum > 0 ? total[d] / sum * a.v_scale : 0);
-  if (a.lse) a.lse[(q_begin + i) * a.lse_token + h * a.lse_head] = sum > 0 ? most + log(sum) : -INFINITY;
+  for (int d = 0; d < a.head_size_v; d++) put(a.output, o + d, a.dtype, sum == 0 ? 0 : total[d] / sum * a.v_scale);
+  if (a.lse) a.lse[(q_begin + i) * a.lse_token + h * a.lse_head] = sum == 0 ? -INFINITY : most + log(sum);
 }
 
 }  // namespace

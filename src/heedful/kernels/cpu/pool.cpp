@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -46,7 +47,11 @@ void serve(Pool* p, int worker, uint64_t seen) {
 
 void grow(Pool* p, int n) {
   for (; p->size < n - 1; p->size++) {
-    std::thread(serve, p, p->size + 1, p->job.load()).detach();
+    try {
+      std::thread(serve, p, p->size + 1, p->job.load()).detach();
+    } catch (const std::system_error&) {
+      return;  // no room for one more: those that are here do the work
+    }
   }
 }
 

@@ -18,7 +18,7 @@ constexpr int kBlock = 4;                         // rows of a register block
 constexpr int kWide = W >= 16 ? 4 : 2;            // vectors of a register block
 constexpr int kGroup = kWide * W;                 // keys of a score step, columns of a value step
 constexpr int kSpan = 128;                        // keys between two value steps
-constexpr int kPanel = 1024;                      // keys packed at a time
+constexpr int kPanel = 2048;                      // keys packed at a time
 constexpr int kTileRows = 96;                     // rows that pass over a panel together
 constexpr float kLag = 8.f;                       // by how much (base 2) a score may exceed the kept maximum
 
@@ -224,6 +224,11 @@ struct Products {
       const vf reference = reference_of(w.top[r]);
 #pragma GCC unroll 4
       for (int c = 0; c < kWide; c++) {
+        if (c < vectors) {
+          const vf y = weight<Cap>(load<vf>(w.s + r * kGroup + c * W), f, reference);
+          total = total + y;
+          E::put(w.p + r * kSpan + c * W, y);
+        }
         for (int d = 0; d < steps; d++, query++, keys += kGroup) {
           Word key[C];
 #pragma GCC unroll 4
@@ -234,11 +239,6 @@ struct Products {
 #pragma GCC unroll 4
             for (int i = 0; i < C; i++) sum[j][i] = E::dot(sum[j][i], y, key[i]);
           }
-        }
-        if (c < vectors) {
-          const vf y = weight<Cap>(load<vf>(w.s + r * kGroup + c * W), f, reference);
-          total = total + y;
-          E::put(w.p + r * kSpan + c * W, y);
         }
       }
       w.sum[r] = total;
@@ -255,7 +255,7 @@ struct Products {
     float* s;
   };
   template <int C, bool Cap, bool Alibi>
-  __attribute__((noinline)) Pending step(const Step& t, const int32_t* keys, const Pending& previous) const {
+  INLINE Pending step(const Step& t, const int32_t* keys, const Pending& previous) const {
     vf x[kBlock][kWide], most[kBlock];
     products<C, Cap && !Alibi>(q + t.local * q_words, keys, previous, x);
     const Sight& see = sight[t.local / kBlock];
@@ -313,7 +313,7 @@ struct Products {
   }
 
   // -- weights times values: keys [begin, end) of the span, one block of rows, one panel of columns
-  __attribute__((noinline)) void values(const Weight* p, const int32_t* v, int begin, int end, float* acc) const {
+  static __attribute__((noinline)) void values(const Weight* p, const int32_t* v, int begin, int end, float* acc) {
     vf sum[kBlock][kWide];
 #pragma GCC unroll 4
     for (int r = 0; r < kBlock; r++)
@@ -341,8 +341,7 @@ struct Products {
   struct Seen {
     int begin, end;  // of the span, what any of a block's rows sees
   };
-  Seen seen(int b, int span, int end) const {
-    const Sight& see = sight[b / kBlock];
+  static Seen seen(const Sight& see, int span, int end) {
     const int lo = see.low > span ? see.low - span : 0, hi = (see.high < end ? see.high : end) - span;
     return {lo, hi > lo ? hi : lo};
   }
@@ -352,26 +351,31 @@ struct Products {
       Pending waiting{s, p, sum, top, 0};
       int turn = 0;
       for (int b = 0; b < n; b += kBlock) {
-        const Seen see = seen(b, span, end);
+        const Seen see = seen(sight[b / kBlock], span, end);
         if (span + see.end <= g || span + see.begin >= g + kGroup || see.begin == see.end) continue;
         const int vectors = span + see.end >= g + kGroup ? kWide : (span + see.end - g + W - 1) / W;
         const Step t{first + b, b, g, span, p + b * kSpan + (g - span), s + turn * kBlock * kGroup};
         const int32_t* keys = k + int64_t(g - panel) / kGroup * kGroup * q_words;
-        const Pending next = turned<Cap, Alibi>(vectors, t, keys, waiting);
+        const Pending next = any_step<Cap, Alibi>(vectors, t, keys, waiting);
         waiting = next;
         turn ^= 1;
       }
       exponentials<Cap && !Alibi>(waiting, factors());
     }
   }
+  // Whole groups are the common case and stand in the loop itself; the others are called.
   template <bool Cap, bool Alibi>
-  INLINE Pending turned(int vectors, const Step& t, const int32_t* keys, const Pending& previous) const {
-    auto call = [&](auto c) FLAT { return step<c.value, Cap, Alibi>(t, keys, previous); };
+  INLINE Pending any_step(int vectors, const Step& t, const int32_t* keys, const Pending& previous) const {
+    if (__builtin_expect(vectors == kWide, 1)) return step<kWide, Cap, Alibi>(t, keys, previous);
+    return short_step<Cap, Alibi>(vectors, t, keys, previous);
+  }
+  template <bool Cap, bool Alibi>
+  __attribute__((noinline)) Pending short_step(int vectors, const Step& t, const int32_t* keys, const Pending& previous) const {
     if constexpr (kWide == 4) {
-      if (vectors == 4) return call(Int<4>());
-      if (vectors == 3) return call(Int<3>());
+      if (vectors == 3) return step<3, Cap, Alibi>(t, keys, previous);
+      if (vectors == 2) return step<2, Cap, Alibi>(t, keys, previous);
     }
-    return vectors >= 2 ? call(Int<2>()) : call(Int<1>());
+    return step<1, Cap, Alibi>(t, keys, previous);
   }
   void clear(int first, int n) {
     memset(acc + int64_t(first) * columns, 0, int64_t(up(n, kBlock)) * columns * 4);
@@ -391,13 +395,22 @@ struct Products {
       const int end = span + kSpan < panel_end ? span + kSpan : panel_end;
       if (a.soft_cap) a.alibi_slopes ? span_scores<true, true>(first, n, span, end, panel) : span_scores<true, false>(first, n, span, end, panel);
       else a.alibi_slopes ? span_scores<false, true>(first, n, span, end, panel) : span_scores<false, false>(first, n, span, end, panel);
-      for (int c = 0; c < columns / kGroup; c++)
-        for (int b = 0; b < n; b += kBlock) {
-          const Seen see = seen(b, span, end);
-          if (see.begin == see.end) continue;
-          values(p + b * kSpan, v + (int64_t(c) * kPanel + span - panel) / kKeys * kGroup, see.begin, see.end,
-                 acc + (int64_t(first + b) / kBlock * (columns / kGroup) + c) * kBlock * kGroup);
-        }
+      span_values(first, n, span, end, panel);
+    }
+  }
+  // What the loops need is copied out of the object: after each block's stores a load from it would wait for them.
+  void span_values(int first, int n, int span, int end, int panel) const {
+    const int panels = columns / kGroup;
+    const Weight* const weights = p;
+    const Sight* const sights = sight;
+    float* const sums = acc + int64_t(first) * columns;
+    for (int c = 0; c < panels; c++) {
+      const int32_t* const packed = v + (int64_t(c) * kPanel + span - panel) / kKeys * kGroup;
+      float* to = sums + c * kBlock * kGroup;
+      for (int b = 0; b < n; b += kBlock, to += panels * kBlock * kGroup) {
+        const Seen see = seen(sights[b / kBlock], span, end);
+        if (see.begin < see.end) values(weights + b * kSpan, packed, see.begin, see.end, to);
+      }
     }
   }
 

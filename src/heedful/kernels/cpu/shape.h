@@ -53,9 +53,10 @@ inline Visible visible(const heedful_attention& a, int kv_len, int q_len, int i)
   int low = 0;
   if (a.window) {
     low = position - a.window + 1 > 0 ? position - a.window + 1 : 0;
-    if (!a.causal && position + a.window < high) high = position + a.window;
+    if (!a.causal && int64_t(position) + a.window < high) high = position + a.window;
   }
   if (high > kv_len) high = kv_len;
+  if (high < 0) high = 0;  // more queries than keys: the first ones see nothing
   if (low > high) low = high;
   return {low, high};
 }
