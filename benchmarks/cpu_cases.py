@@ -11,7 +11,7 @@ CONTEXTS = {"1k": 1024, "4k": 4096, "16k": 16384}
 class Case:
     """One step of a batch: sequence s has q_lens[s] new tokens after past[s] cached ones.
 
-    window 0 and soft_cap 0 are off. base: the plain case of the same section that a feature's cost is told against.
+    window 0 and soft_cap 0 are off. plain: the case that a feature's cost is told against; it runs beside this one.
     """
 
     section: str
@@ -29,8 +29,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
-    base: str = ""
-    peers: bool = True
+    plain: Case | None = None
 
     @property
     def key(self) -> str:
@@ -116,35 +115,23 @@ def shapes() -> list[Case]:
 
 def features() -> list[Case]:
     """Each feature alone, beside the plain kernel on the same visible keys; no peers, the question is our own cost."""
+    changes = {"soft cap": {"soft_cap": 30.0}, "alibi": {"alibi": True}, "sinks": {"sinks": True}, "lse": {"lse": True}}
     found = []
-    for plain in (
-        decode("feature", 1, "4k"),
-        decode("feature", 8, "1k"),
-        decode("feature", 8, "4k"),
-        prefill("feature", 1, 2048),
-    ):
-        plain = replace(plain, peers=False)
-        changes = {
-            "soft cap": {"soft_cap": 30.0},
-            "alibi": {"alibi": True},
-            "sinks": {"sinks": True},
-            "lse": {"lse": True},
-        }
-        found.append(plain)
-        found += [named(plain, word, base=plain.name, **fields) for word, fields in changes.items()]
-        if plain.decodes:
-            keys, deeper = plain.kv_lens[0], tuple(4 * length - 1 for length in plain.kv_lens)
-            found.append(named(plain, f"window in {4 * keys // 1024}k", past=deeper, window=keys, base=plain.name))
-    wide = replace(prefill("feature", 1, 2048), peers=False)
-    found.append(named(wide, "window 512", window=512, base=wide.name))
-    return found
+    for step, context in ((1, "4k"), (8, "1k"), (8, "4k")):
+        plain = decode("feature", step, context)
+        keys, deeper = plain.kv_lens[0], tuple(4 * length - 1 for length in plain.kv_lens)
+        found += [named(plain, word, plain=plain, **fields) for word, fields in changes.items()]
+        found.append(named(plain, f"window in {4 * keys // 1024}k", past=deeper, window=keys, plain=plain))
+    plain = prefill("feature", 1, 2048)
+    found += [named(plain, word, plain=plain, **fields) for word, fields in changes.items()]
+    return [*found, named(plain, "window 512", window=512, plain=plain)]
 
 
 def grid(lane: str) -> list[Case]:
     """The cases of a lane: ``one`` and ``two`` threads, or ``avx2`` kernels (one thread)."""
     if lane == "avx2":
-        steps = [(1, "4k"), (8, "1k"), (8, "4k")]
-        return [decode("avx2", *step, dtype=dtype) for dtype in ("bfloat16", "float32") for step in steps]
+        steps = [decode("avx2", 1, "4k"), decode("avx2", 8, "1k"), decode("avx2", 8, "4k")]
+        return [*steps, *(named(step, "fp32", dtype="float32") for step in steps)]
     whole = decodes("bf16", 2.2e9) + prefills("bf16") + [mixed("bf16")]
     if lane == "two":
         return [*whole, decode("fp32", 8, "4k", dtype="float32"), decode("fp8", 8, "4k", cache="fp8_e4m3")]

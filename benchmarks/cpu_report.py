@@ -105,13 +105,13 @@ def _where(results: dict) -> str:
     quick = " A quick run: two short rounds." if results["quick"] else ""
     return (
         f"{machine['when']}, {machine['cpu']}, {machine['cores']} cores, last-level cache "
-        f"{machine['last_level_cache'] >> 20} MB, kernels {machine['isa']}. {packages}.{quick}\n\n"
+        f"{machine['last_level_cache'] >> 20} MB, kernels {machine['isa']}, commit {machine['commit']}. {packages}.{quick}\n\n"
         f"Load average (how many processes wanted a core; ours is one or two of them): {loads}.\n\n"
-        "Milliseconds, the least of all calls: CPU time on one thread, wall time on two. *Over best*: how many times as "
-        "fast as the best peer of the row. *Read*: share of the bandwidth at which the same cache can be read; above "
-        "100 % prefetching in table order beat the plain loop. *Peak*: share of the arithmetic peak (bf16 dot products, or fp32 "
-        "multiply-add). Both peaks were measured between the same calls. *torch* has its keys in order already. "
-        "*OpenVINO* writes the new tokens too."
+        "Milliseconds, the least of all calls: CPU time on one thread, wall time on two. *Over best*: how many times "
+        "as fast as the best peer of the row. *Read*: share of the bandwidth at which the same cache can be read; "
+        "above 100 % prefetching in table order beat the plain loop. *Peak*: share of the arithmetic peak (bf16 dot "
+        "products, or fp32 multiply-add). Both peaks were measured between the same calls. *torch* has its keys in "
+        "order already. *OpenVINO* writes the new tokens too."
     )
 
 
