@@ -155,7 +155,7 @@ INLINE vf rounded(vf x) {
 template <bool Short = false>
 INLINE vf exp2v(vf x) {
   const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-  const vf y = vmax(x, splat(Short ? -127.f : -126.f));
+  const vf y = vmax(splat(Short ? -127.f : -126.f), x);  // in this order NaN stays
   const vf k = y + magic;
   const vf f = y - (k - magic);
   vf p;
