@@ -37,11 +37,12 @@ class GapError(Exception):
 
 @dataclass
 class Contender:
-    """A call without arguments that fills output [tokens, heads, size]; lse is kept for a call that fills it too."""
+    """A call that fills output [tokens, heads, size], and lse where there is one; problem: kept alive for it."""
 
     call: Callable[[], object]
     output: torch.Tensor
     lse: torch.Tensor | None = None
+    problem: Problem | None = None
 
 
 def kernel_call(p: Problem, output: torch.Tensor, threads: int) -> Attention:
@@ -73,7 +74,7 @@ def kernel(p: Problem, threads: int = 0) -> Contender:
     lse = torch.empty(p.tokens, p.case.heads) if p.case.lse else None
     if lse is not None:
         call.lse, call.lse_token, call.lse_head = lse.data_ptr(), *lse.stride()
-    return Contender(lambda: attend(call), output, lse)
+    return Contender(lambda: attend(call), output, lse, p)
 
 
 def kernel_one_thread(p: Problem) -> Contender:
