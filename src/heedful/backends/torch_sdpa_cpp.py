@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from heedful.backends.paged_impl import Call, PagedImpl
 
 CODES = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
-FLAT_BLOCK = 2**31 - 1
+INT32_MAX = 2**31 - 1
+FLAT_BLOCK = INT32_MAX
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ def _slots(step: Step) -> Tensor | None:
     every = torch.full((int(step.write_rows[-1]) + 1,), -1, dtype=torch.int64)
     every[step.write_rows] = slots
     return every
+
+
+def can_read(call: Call) -> bool:
+    """Whether the elements of a row lie side by side in the cache, which is all that the kernels ask of its strides."""
+    return call.views is None or all(view.stride(-1) == 1 or view.shape[-1] == 1 for view in call.views)
 
 
 def write(call: Call) -> None:
@@ -93,7 +99,7 @@ def run(layer: PagedImpl, call: Call) -> None:
     """Attend: every row of every sequence, output and LSE."""
     step, arrays = call.step, _arrays(call.step)
     query = _rows(call.query)
-    output = call.output if call.output.stride(-1) == 1 else torch.empty_like(call.output, memory_format=torch.contiguous_format)
+    output = call.output if call.output.stride(-1) == 1 else call.output.new_empty(call.output.shape)
     key, value, strides = _keys(call)
     request = Attention(
         query=query.data_ptr(),
@@ -116,7 +122,7 @@ def run(layer: PagedImpl, call: Call) -> None:
         dtype=CODES[query.dtype],
         cache_dtype=CODES[key.dtype],
         causal=step.causal,
-        window=layer.sliding_window or 0,
+        window=min(layer.sliding_window or 0, INT32_MAX),
         scale=layer.scale,
         soft_cap=layer.logits_soft_cap or 0.0,
         k_scale=call.k_scale if call.views is not None else 1.0,
@@ -146,8 +152,13 @@ def _keys(call: Call) -> tuple[Tensor, Tensor, dict[str, int]]:
     """Keys, values and their strides: of the cache, or of the step's own rows."""
     if call.views is not None and call.step.tables is not None:
         key, value = call.views
-        named = {"k": key.stride(), "v": value.stride()}
-        return key, value, {f"{n}_{part}": s[i] for n, s in named.items() for i, part in enumerate(("block", "token", "head"))}
+        names = ("block", "token", "head")
+        sides = (("k", key.stride()), ("v", value.stride()))
+        return (
+            key,
+            value,
+            {f"{side}_{name}": stride for side, s in sides for name, stride in zip(names, s, strict=False)},
+        )
     assert call.key is not None
     assert call.value is not None
     key, value = _rows(call.key), _rows(call.value)

@@ -47,8 +47,9 @@ class TorchSdpaImpl(PagedImpl):
 
     def write(self, call: Call) -> None:
         """See PagedImpl."""
-        if self.kernels is not None and call.query.device.type == "cpu":
-            self.kernels.write(call)
+        kernels = self._kernels_for(call)
+        if kernels is not None:
+            kernels.write(call)
         else:
             super().write(call)
 
@@ -56,8 +57,9 @@ class TorchSdpaImpl(PagedImpl):
         """See PagedImpl."""
         if call.query.device.type != "cpu":
             raise BadInputError(f"TORCH_SDPA runs on the CPU, but query is on {call.query.device}; move it to the CPU")
-        if self.kernels is not None:
-            self.kernels.run(self, call)
+        kernels = self._kernels_for(call)
+        if kernels is not None:
+            kernels.run(self, call)
             return
         rules = self._rules(call)
         row_bytes = 4 * (self.head_size + self.head_size_v)
@@ -68,6 +70,11 @@ class TorchSdpaImpl(PagedImpl):
             self._attend_single(call, single, rules)
         if work.unseeing.numel():
             self._fill_unseeing(call, work.unseeing)
+
+    def _kernels_for(self, call: Call) -> ModuleType | None:
+        """The layer's kernels, unless this call's cache is one that only torch can read."""
+        usable = self.kernels is not None and call.query.device.type == "cpu" and self.kernels.can_read(call)
+        return self.kernels if usable else None
 
     def _rules(self, call: Call) -> Rules:
         slopes = self.alibi_slopes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -100,14 +101,12 @@ def _path() -> Path:
     asked = os.environ.get("HEEDFUL_CPU_LIBRARY")
     if asked is not None:
         if not Path(asked).is_file():
-            raise ImportError(f"HEEDFUL_CPU_LIBRARY={asked!r} names no file; name a built libheedful_cpu.so or unset it")
+            raise ImportError(f"HEEDFUL_CPU_LIBRARY={asked!r} names no file; name a built library or unset it")
         return Path(asked)
     name = "libheedful_cpu.so"
     places = [Path(__file__).with_name(name)]
-    try:
+    with suppress(metadata.PackageNotFoundError):
         places.append(Path(str(metadata.distribution("heedful").locate_file(f"heedful/kernels/cpu/{name}"))))
-    except metadata.PackageNotFoundError:
-        pass
     for place in places:
         if place.is_file():
             return place
