@@ -12,53 +12,53 @@ from openvino.op import _PagedAttentionExtension as Node
 TYPES = {torch.float32: Type.f32, torch.bfloat16: Type.bf16, torch.int32: Type.i32}
 
 
-def _model(heads: int, kv_heads: int, size: int, dtype: Type) -> ov.Model:
-    """The node's 28 inputs in its own order; what plain attention does not need is an empty constant."""
-    parameters = []
+class _Parameters(list):
+    """The model's inputs by name, collected as they are named."""
 
-    def given(name: str, kind: Type, *shape: int):
+    def add(self, name: str, kind: Type, *shape: int):
+        """A new input's output port."""
         node = op.Parameter(kind, PartialShape(list(shape)))
         node.output(0).get_tensor().set_names({name})
-        parameters.append(node)
+        self.append(node)
         return node.output(0)
 
-    def empty(kind: Type):
-        return op.Constant(kind, ov.Shape([0]), []).output(0)
 
-    def zero():
-        return op.Constant(Type.i32, ov.Shape([]), [0]).output(0)
+def _empty(kind: Type):
+    return op.Constant(kind, ov.Shape([0]), []).output(0)
 
+
+def _zero():
+    return op.Constant(Type.i32, ov.Shape([]), [0]).output(0)
+
+
+def _ports(heads: int, kv_heads: int, size: int, dtype: Type, add) -> list:
+    """The node's 28 inputs in its own order; what plain attention does not need is an empty constant."""
     i32, f32 = Type.i32, Type.f32
-    inputs = [
-        given("query", dtype, -1, heads * size),
-        given("key", dtype, -1, kv_heads * size),
-        given("value", dtype, -1, kv_heads * size),
-        given("key_cache", Type.dynamic, -1, -1, -1, -1),
-        given("value_cache", Type.dynamic, -1, -1, -1, -1),
-        *(
-            given(name, i32, -1)
-            for name in ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
-        ),
-        given("scale", f32),
-        given("sliding_window", i32),
-        empty(f32),  # ALiBi slopes
-        given("max_context_len", i32),
-        empty(i32),  # score aggregation
-        *(empty(i32), empty(i32), empty(f32)),  # rotated blocks
-        *(empty(f32), zero(), zero()),  # sparse prefill
-        empty(f32),  # sinks
-        *(zero(), empty(i32), empty(i32), empty(i32)),  # eviction
-        *(empty(i32), empty(Type.u8), empty(i32)),  # token types, bias between queries
+    lists = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
+    return [
+        add("query", dtype, -1, heads * size),
+        *(add(name, dtype, -1, kv_heads * size) for name in ("key", "value")),
+        *(add(name, Type.dynamic, -1, -1, -1, -1) for name in ("key_cache", "value_cache")),
+        *(add(name, i32, -1) for name in lists),
+        add("scale", f32),
+        add("sliding_window", i32),
+        _empty(f32),  # ALiBi slopes
+        add("max_context_len", i32),
+        _empty(i32),  # score aggregation
+        *(_empty(i32), _empty(i32), _empty(f32)),  # rotated blocks
+        *(_empty(f32), _zero(), _zero()),  # sparse prefill
+        _empty(f32),  # sinks
+        *(_zero(), _empty(i32), _empty(i32), _empty(i32)),  # eviction
+        *(_empty(i32), _empty(Type.u8), _empty(i32)),  # token types, bias between queries
     ]
-    node = Node(inputs)
-    facts = node.get_rt_info()
-    for name, value in (
-        ("num_k_heads", kv_heads),
-        ("num_v_heads", kv_heads),
-        ("k_head_size", size),
-        ("v_head_size", size),
-    ):
-        facts[name] = value
+
+
+def _model(heads: int, kv_heads: int, size: int, dtype: Type) -> ov.Model:
+    parameters = _Parameters()
+    node = Node(_ports(heads, kv_heads, size, dtype, parameters.add))
+    facts = {"num_k_heads": kv_heads, "num_v_heads": kv_heads, "k_head_size": size, "v_head_size": size}
+    for name, value in facts.items():
+        node.get_rt_info()[name] = value
     return ov.Model([op.Result(node.output(0))], parameters, "paged_attention")
 
 

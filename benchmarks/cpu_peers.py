@@ -258,46 +258,21 @@ def openvino(p: Problem) -> Contender:
 
 
 def ipex(p: Problem) -> Contender:
-    """IPEX's paged attention on our own pages."""
+    """IPEX's paged attention on our own pages: one operator for decode, one for the rest."""
     modules, case, output = _ipex_modules(), p.case, p.output()
     if case.cache != "auto":
         raise GapError("its fp8 cache is not driven here")
     _plain_only(p)
-    (key, value), longest = p.cache, max(case.kv_lens)
+    operands, longest = (output, p.query, *p.cache), max(case.kv_lens)
     if case.decodes:
-        mapping = torch.arange(case.kv_heads, dtype=torch.int32).repeat_interleave(case.heads // case.kv_heads)
-        arguments = (
-            output,
-            p.query,
-            key,
-            value,
-            mapping,
-            p.scale,
-            p.tables,
-            p.kv_lens,
-            case.block,
-            longest,
-            None,
-            -1,
-            1.0,
-            1.0,
-            -1.0,
-        )
-        return Contender(lambda: modules.single_query_cached_kv_attention(*arguments), output)
-    arguments = (
-        output,
-        p.query,
-        key,
-        value,
-        p.query_start,
-        starts(case.kv_lens),
-        max(case.q_lens),
-        longest,
-        p.scale,
-        True,
-        p.tables,
-    )
-    return Contender(lambda: modules.flash_attn_varlen_func(*arguments, None, -1, -1, "auto", 1.0, 1.0, -1.0), output)
+        head_of = torch.arange(case.kv_heads, dtype=torch.int32).repeat_interleave(case.heads // case.kv_heads)
+        where = (head_of, p.scale, p.tables, p.kv_lens, case.block, longest)
+        single = modules.single_query_cached_kv_attention
+        return Contender(lambda: single(*operands, *where, None, -1, 1.0, 1.0, -1.0), output)
+    lengths = (p.query_start, starts(case.kv_lens), max(case.q_lens), longest)
+    flash = modules.flash_attn_varlen_func
+    rest = (p.scale, True, p.tables, None, -1, -1, "auto", 1.0, 1.0, -1.0)
+    return Contender(lambda: flash(*operands, *lengths, *rest), output)
 
 
 @lru_cache(maxsize=1)
