@@ -176,7 +176,7 @@ def plot(results: dict) -> str:
     height, marks = 60 + ROW * len(rows), []
     for i, row in enumerate(rows):
         marks.append(_bars(row, 50 + ROW * i))
-    top = '<text x="10" y="20" font-size="13">times as fast as each peer (line: 1×; full bar: best peer)</text>'
+    top = '<text x="10" y="20" font-size="13">times as fast: bar the best peer, dots each peer, line 1×</text>'
     top += '<text x="790" y="20" font-size="13">share of the nearer roof (line: 100 %)</text>'
     lines = "".join(f'<path d="M{x} 38V{height - 10}" stroke="#888"/>' for x in (250 + BAR / 8, 790 + 140))
     size = f'width="980" height="{height}" font-family="sans-serif" font-size="10"'
