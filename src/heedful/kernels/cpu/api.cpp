@@ -239,7 +239,11 @@ extern "C" int heedful_write_cache(const heedful_write* call, const char* isa) {
 extern "C" const char* heedful_isas(void) {
   static const std::string text = [] {
     std::string all;
-    for (const auto& isa : heedful::isas()) all += (all.empty() ? "" : " ") + std::string(isa.name) + (isa.here ? ":1" : ":0");
+    for (const auto& isa : heedful::isas()) {
+      if (!all.empty()) all += ' ';
+      all += isa.name;
+      all += isa.here ? ":1" : ":0";
+    }
     return all;
   }();
   return text.c_str();
