@@ -17,9 +17,9 @@ from heedful.kernels.cpu import library
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run(code, **environment):
-    """A new process with this folder importable: what it printed."""
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+def run(code, *first, **environment):
+    """A new process with the folders `first` and this one importable: what it printed."""
+    paths = os.pathsep.join([*map(str, first), str(Path(__file__).parent), *filter(None, sys.path)])
     settings = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=settings, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -178,7 +178,7 @@ def test_simulated_facts_choose_the_variant():
 
 
 @pytest.mark.nightly
-def test_without_a_compiler_the_package_still_installs(tmp_path):
+def test_without_a_compiler_the_package_still_installs(tmp_path, monkeypatch):
     """Installed where CMake finds no compiler: a wheel without the library, and a selection that says so."""
     settings = os.environ | {"CXX": "/nonexistent", "CMAKE_ARGS": "-DCMAKE_CXX_COMPILER=/nonexistent"}
     settings.pop("HEEDFUL_CPU_LIBRARY", None)
@@ -192,4 +192,7 @@ def test_without_a_compiler_the_package_still_installs(tmp_path):
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel], check=True
     )
     assert list(target.rglob("*.so")) == []
-    assert (target / "heedful/kernels/cpu/library.py").is_file()
+    monkeypatch.delenv("HEEDFUL_CPU_LIBRARY", raising=False)
+    chosen, record = run(SELECTED, target, HEEDFUL_PLATFORM="cpu").split("\n", 1)
+    assert chosen == "TORCH_SDPA torch"
+    assert "libheedful_cpu.so was not built" in record
