@@ -9,7 +9,7 @@ and the median of all calls, in ms; ratios and shares are of the least.
 
     python benchmarks/cpu_attention.py [--quick] [--lane one] [--only bf16/decode] [--rounds 5] [--output FOLDER/NAME]
 
---output writes NAME.json, NAME.md and NAME.svg. Peers are looked for where Python looks for packages.
+--output writes NAME.json, NAME.md and NAME.svg; a run that was interrupted goes on with --resume. Peers are looked for where Python looks for packages.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ import gc
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import cpu_report
 from cpu_cases import Case, grid
 from roofline import Roofline, last_level_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LANES = {
     "one": {"OMP_NUM_THREADS": "1"},
@@ -123,6 +129,7 @@ def measure(case: Case, lane: str, clock: Clock, rounds: int, roofline: Roofline
             expected[name] = min(times[name])
         roofs.append(roofline.measure(problem.cache.data_ptr(), problem.cache.nbytes))
     return asdict(replace(case, plain=None)) | {
+        "load": os.getloadavg()[0],
         "plain_flops": case.plain.flops if case.plain else None,
         "lane": lane,
         "threads": roofline.threads,
@@ -151,35 +158,53 @@ def layer_step(clock: Clock, rounds: int) -> dict:
     return {name: [1e6 * f(values) for f in (min, median)] for name, values in times.items()}
 
 
-def run_lane(lane: str, options: argparse.Namespace) -> dict:
-    """All cases of a lane, in this process."""
+def run_lane(lane: str, options: argparse.Namespace, path: Path) -> None:
+    """The cases of a lane that path has no row of yet, in this process; path is written after each."""
     import torch
 
     threads = int(LANES[lane]["OMP_NUM_THREADS"])
     torch.set_num_threads(threads)
     rounds, budget = (2, 0.02) if options.quick else (options.rounds, 0.06)
-    clock, roofline, rows = Clock(threads, budget), Roofline(threads), []
-    load = os.getloadavg()[0]
+    clock, roofline = Clock(threads, budget), Roofline(threads)
+    done = json.loads(path.read_text()) if path.is_file() else {"rows": [], "layer": {}}
+    known = {(row["section"], row["name"]) for row in done["rows"]}
     for case in grid(lane):
-        if options.only not in case.key or (options.quick and case.cache_bytes > QUICK_BYTES):
+        left_out = options.only not in case.key or (options.quick and case.cache_bytes > QUICK_BYTES)
+        if left_out or (case.section, case.name) in known:
             continue
-        rows.append(measure(case, lane, clock, rounds, roofline))
-        print(cpu_report.line(rows[-1]), flush=True)
+        done["rows"].append(measure(case, lane, clock, rounds, roofline))
+        print(cpu_report.line(done["rows"][-1]), flush=True)
+        path.write_text(json.dumps(done))
         gc.collect()
-    layer = layer_step(clock, rounds) if lane == "one" and options.only in "layer/decode b8" else {}
-    return {"rows": rows, "load": [load, os.getloadavg()[0]], "layer": layer}
+    if lane == "one" and options.only in "layer/decode b8" and not done["layer"]:
+        done["layer"] = layer_step(clock, rounds)
+    path.write_text(json.dumps(done))
 
 
-def start_lane(lane: str, options: argparse.Namespace) -> dict:
+def start_lane(lane: str, options: argparse.Namespace, folder: Path) -> dict:
     """The same in a process of its own: thread pools of one lane must not spin through another."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "lane.json"
-        words = ["--child", lane, "--only", options.only, "--rounds", str(options.rounds), "--output", str(path)]
-        words += ["--quick"] if options.quick else []
-        done = subprocess.run([sys.executable, __file__, *words], env=os.environ | LANES[lane], check=False)
-        if done.returncode:
-            sys.exit(done.returncode)
-        return json.loads(path.read_text())
+    path = folder / f"{lane}.json"
+    words = ["--child", lane, "--only", options.only, "--rounds", str(options.rounds), "--output", str(path)]
+    words += ["--quick"] if options.quick else []
+    done = subprocess.run([sys.executable, __file__, *words], env=os.environ | LANES[lane], check=False)
+    if done.returncode:
+        sys.exit(f"lane {lane} ended with status {done.returncode}; --resume with --output goes on after its last case")
+    return json.loads(path.read_text())
+
+
+@contextmanager
+def parts(output: Path | None, resume: bool) -> Iterator[Path]:
+    """Where lanes write what they have: beside the output, so that an interrupted run can go on; emptied at the end."""
+    if output is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    folder = output.with_suffix(".parts")
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+    shutil.rmtree(folder)
 
 
 def commit() -> str:
@@ -220,17 +245,19 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, help="write the figures to this path, with .json, .md and .svg behind it"
     )
+    parser.add_argument("--resume", action="store_true", help="go on where a run with this --output was interrupted")
     parser.add_argument("--child", choices=LANES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        options.output.write_text(json.dumps(run_lane(options.child, options)))
+        run_lane(options.child, options, options.output)
         return 0
     print(cpu_report.HEAD)
-    lanes = {lane: start_lane(lane, options) for lane in options.lane or LANES}
-    results = {"benchmark": "cpu_attention", "machine": machine(), "quick": options.quick, "lanes": lanes}
+    with parts(options.output, options.resume) as folder:
+        lanes = {lane: start_lane(lane, options, folder) for lane in options.lane or LANES}
+        results = {"benchmark": "cpu_attention", "machine": machine(), "quick": options.quick, "lanes": lanes}
+        if options.output:
+            cpu_report.write(options.output, results)
     print("\n" + cpu_report.gate_table(results))
-    if options.output:
-        cpu_report.write(options.output, results)
     return 0
 
 

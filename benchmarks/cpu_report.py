@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from html import escape
+from statistics import median
 from typing import TYPE_CHECKING
 
 from cpu_gates import OURS, PEERS, Gate, best_peer, compute_share, cost, gates, ratio, read_share
@@ -101,16 +102,15 @@ def page(results: dict, picture: str) -> str:
 
 def _where(results: dict) -> str:
     machine = results["machine"]
-    loads = "; ".join(
-        f"lane {lane} {found['load'][0]:.1f} to {found['load'][1]:.1f}" for lane, found in results["lanes"].items()
-    )
+    loads = sorted(row["load"] for lane in results["lanes"].values() for row in lane["rows"])
+    load = f"{loads[0]:.1f} to {loads[-1]:.1f}, median {median(loads):.1f}" if loads else "not measured"
     packages = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     quick = " A quick run: two short rounds." if results["quick"] else ""
     return (
         f"{machine['when']}, {machine['cpu']}, {machine['cores']} cores, last-level cache "
         f"{machine['last_level_cache'] >> 20} MB, kernels {machine['isa']}, commit {machine['commit']}. "
         f"{packages}.{quick}\n\n"
-        f"Load average (how many processes wanted a core; ours is one or two of them): {loads}.\n\n"
+        f"Load average (how many processes wanted a core; ours is one or two of them): {load}.\n\n"
         "Milliseconds, the least of all calls: CPU time on one thread, wall time on two. *Over best*: how many times "
         "as fast as the best peer of the row. *Read*: share of the bandwidth at which the same cache can be read; "
         "above 100 % prefetching in table order beat the plain loop. *Peak*: share of the arithmetic peak (bf16 dot "
