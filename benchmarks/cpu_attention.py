@@ -9,7 +9,8 @@ and the median of all calls, in ms; ratios and shares are of the least.
 
     python benchmarks/cpu_attention.py [--quick] [--lane one] [--only bf16/decode] [--rounds 5] [--output FOLDER/NAME]
 
---output writes NAME.json, NAME.md and NAME.svg; a run that was interrupted goes on with --resume. Peers are looked for where Python looks for packages.
+--output writes NAME.json, NAME.md and NAME.svg; a run that was interrupted goes on with --resume. Peers are looked for
+where Python looks for packages.
 """
 
 from __future__ import annotations
