@@ -29,8 +29,8 @@ constexpr int kAccumulators = W >= 16 ? 16 : 8;      // vector registers that ho
 
 // What a block of kRows rows sees, a lane each: keys [low, high); its rows' own positions and ALiBi slopes.
 struct RowBlock {
-  vi low, high;
-  vf position, slope;
+  vi low, high, position;
+  vf slope;
   int lowest, all_low, all_high;  // the smallest low; keys [all_low, all_high) are visible to every row
 };
 
@@ -41,7 +41,7 @@ INLINE vf logits(const heedful_attention& a, vf raw, const RowBlock& rows, vi ke
   vf x;
   if constexpr (Cap) x = tanhv(raw * (scale / a.soft_cap)) * (a.soft_cap * kLog2e);
   else x = raw * (scale * kLog2e);
-  if constexpr (Alibi) x = x - vabs(__builtin_convertvector(key, vf) - rows.position) * (rows.slope * kLog2e);
+  if constexpr (Alibi) x = x - vabs(__builtin_convertvector(key - rows.position, vf)) * (rows.slope * kLog2e);
   return x;
 }
 template <bool Cap, bool Alibi>

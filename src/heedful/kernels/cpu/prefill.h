@@ -152,7 +152,7 @@ struct Products {
       low[r] = see.low;
       high[r] = see.high;
       if (++head == group) head = 0, at++;
-      for (int e = 0; e < a.head_size; e += kElements) {
+      for (int e = 0; e < q_words * E::per_word; e += kElements) {
         Word w;
         natural<Q>(from + e * Q::size, a.head_size - e, &w);
         store(q + r * q_words + e / E::per_word, w);
@@ -282,7 +282,7 @@ struct Products {
   INLINE vf biased(vf raw, int row, vi key) const {
     if (row >= rows) row = rows - 1;
     RowBlock one;
-    one.position = splat(float(kv_len - q_len + token(row)));
+    one.position = vi{} + (kv_len - q_len + token(row));
     one.slope = splat(a.alibi_slopes[head_of(row)]);
     return logits<Cap, true>(a, raw, one, key);
   }
@@ -446,7 +446,7 @@ struct Prefill : Products<E> {
       const char* from[W];
       for (int i = 0; i < W; i++) from[i] = row_of(a.key, a.k_block, a.k_token, a.k_head, first + key + i);
       int32_t* to = k + key / kGroup * kGroup * q_words + key % kGroup;
-      for (int e = 0; e < a.head_size; e += kElements) {
+      for (int e = 0; e < q_words * E::per_word; e += kElements) {
         vi square[W];
         for (int i = 0; i < W; i++) {
           Word w{};
