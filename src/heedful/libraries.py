@@ -47,6 +47,11 @@ LIBRARIES: Final[Mapping[str, Library]] = {
         install="build it from the hopper folder of flash-attention",
     ),
     "flashinfer": Library("flashinfer-python", {"cuda": "0.7.2"}),
+    "heedful.kernels.cpu": Library(
+        "heedful",
+        {"cpu": "of this release"},
+        install="install a C++ compiler (g++ 12 or newer) and install heedful again",
+    ),
     "intel_extension_for_pytorch": Library("intel-extension-for-pytorch", {"xpu": "2.8.0"}),
     "jax": Library("jax", {"tpu": "0.10.2"}),
     "libtpu": Library("libtpu", {"tpu": "0.0.42.1"}),

@@ -265,7 +265,8 @@ def _with_libraries(
     for variant, needed, against in _variants(backend, request, device):
         missing = against or _missing(backend.name, variant, needed, facts)
         if not missing:
-            return Candidate(backend.name, (), variant, facts.told(needed))
+            over = "".join(f"; passed over: {reason.text}" for reason in reasons)
+            return Candidate(backend.name, (), variant, facts.told(needed) + over)
         reasons += missing
     return Candidate(backend.name, tuple(dict.fromkeys(reasons)))
 

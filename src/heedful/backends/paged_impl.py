@@ -103,6 +103,11 @@ class PagedImpl(AttentionImpl):
     def attend(self, call: Call) -> None:
         """Fill call.output and call.lse for every row that belongs to a sequence. The cache is written already."""
 
+    def write(self, call: Call) -> None:
+        """Store this step's K and V in the cache, where there is one."""
+        if call.views is not None and call.key is not None and call.value is not None:
+            write_cache(call.key, call.value, call.views, call.step, call.k_scale, call.v_scale)
+
     def forward(
         self,
         query: torch.Tensor,
@@ -123,8 +128,7 @@ class PagedImpl(AttentionImpl):
             scales = self._scales(k_scale, v_scale)
             answer = self._answer(query, output)
             call = self._call(query, key, value, kv_cache, attn_metadata, scales, attn_type, answer, output_lse)
-            if call.views is not None and call.key is not None and call.value is not None:
-                write_cache(call.key, call.value, call.views, call.step, *scales)
+            self.write(call)
             self.attend(call)
             call.output[call.step.num_tokens :] = 0
             if call.lse is not None:

@@ -1,7 +1,11 @@
-"""TORCH_SDPA: attention on the CPU with what torch offers. The facts; the layer is torch_sdpa_impl.py."""
+"""TORCH_SDPA: attention on the CPU, by heedful's own kernels where they were built, else by what torch offers.
+
+The facts; the layer is torch_sdpa_impl.py.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from heedful.backends.base import AttentionImpl, HndBackend
@@ -12,24 +16,26 @@ if TYPE_CHECKING:
     from typing import ClassVar
 
 
+_TORCH = Capability(
+    variant="torch",
+    platform="cpu",
+    dtypes=frozenset(DTYPES),
+    head_sizes=Sizes(),
+    block_sizes=Sizes(),
+    kv_cache_dtypes=frozenset({"auto", "fp8", "fp8_e4m3", "fp8_e5m2"}),
+    attn_types=frozenset(map(str, AttentionType)),
+    features=frozenset({"window", "alibi", "soft_cap", "sinks", "lse"}),
+    mixed_head_sizes=True,
+)
+_CPP = replace(_TORCH, variant="cpp", head_sizes=Sizes(high=512), libraries=("heedful.kernels.cpu",))
+
+
 class TorchSdpaBackend(HndBackend):
     """Every feature of the contract, on any CPU that runs torch."""
 
     name = "TORCH_SDPA"
     LIBRARIES = ("torch",)
-    CAPABILITIES: ClassVar[tuple[Capability, ...]] = (
-        Capability(
-            variant="torch",
-            platform="cpu",
-            dtypes=frozenset(DTYPES),
-            head_sizes=Sizes(),
-            block_sizes=Sizes(),
-            kv_cache_dtypes=frozenset({"auto", "fp8", "fp8_e4m3", "fp8_e5m2"}),
-            attn_types=frozenset(map(str, AttentionType)),
-            features=frozenset({"window", "alibi", "soft_cap", "sinks", "lse"}),
-            mixed_head_sizes=True,
-        ),
-    )
+    CAPABILITIES: ClassVar[tuple[Capability, ...]] = (_CPP, _TORCH)
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:

@@ -6,11 +6,13 @@ The query heads of a KV head are folded into the rows of one call, which torch r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from heedful.backends.capabilities import row_reasons
 from heedful.backends.paged_impl import Call, PagedImpl
 from heedful.backends.torch_sdpa import TorchSdpaBackend
 from heedful.backends.torch_sdpa_mask import Rules, Tile, bias
@@ -18,9 +20,14 @@ from heedful.backends.torch_sdpa_maths import Part, flash, join, spelt_out
 from heedful.backends.torch_sdpa_plan import Folded, Single, plan
 from heedful.backends.torch_sdpa_read import read
 from heedful.errors import BadInputError
+from heedful.types import Device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
+
+    from heedful.backends.base import AttentionBackend
+    from heedful.types import SelectionRequest
 
 QUERY_TILE = 256
 """Most tokens of a prefill that attend in one call."""
@@ -33,10 +40,27 @@ class TorchSdpaImpl(PagedImpl):
 
     backend = TorchSdpaBackend
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See AttentionImpl. The variant is chosen here, once: the first that claims the layer and can be loaded."""
+        super().__init__(*args, **options)
+        self.kernels = _kernels(self.backend, self.request)
+
+    def write(self, call: Call) -> None:
+        """See PagedImpl."""
+        kernels = self._kernels_for(call)
+        if kernels is not None:
+            kernels.write(call)
+        else:
+            super().write(call)
+
     def attend(self, call: Call) -> None:
         """See PagedImpl."""
         if call.query.device.type != "cpu":
             raise BadInputError(f"TORCH_SDPA runs on the CPU, but query is on {call.query.device}; move it to the CPU")
+        kernels = self._kernels_for(call)
+        if kernels is not None:
+            kernels.run(self, call)
+            return
         rules = self._rules(call)
         row_bytes = 4 * (self.head_size + self.head_size_v)
         work = plan(call.step, rules, self.num_kv_heads, row_bytes, exact=self.kv_cache_dtype == "auto")
@@ -46,6 +70,11 @@ class TorchSdpaImpl(PagedImpl):
             self._attend_single(call, single, rules)
         if work.unseeing.numel():
             self._fill_unseeing(call, work.unseeing)
+
+    def _kernels_for(self, call: Call) -> ModuleType | None:
+        """The layer's kernels, unless this call's cache is one that only torch can read."""
+        usable = self.kernels is not None and call.query.device.type == "cpu" and self.kernels.can_read(call)
+        return self.kernels if usable else None
 
     def _rules(self, call: Call) -> Rules:
         slopes = self.alibi_slopes
@@ -128,6 +157,17 @@ class TorchSdpaImpl(PagedImpl):
         call.output[rows] = 0
         if call.lse is not None:
             call.lse[rows] = -torch.inf if self.sinks is None else self.sinks.expand(len(rows), -1)
+
+
+def _kernels(backend: type[AttentionBackend], request: SelectionRequest) -> ModuleType | None:
+    """heedful's own kernels, if the first variant that claims the layer is theirs and they were built."""
+    row = next((row for row in backend.CAPABILITIES if not row_reasons(row, request, Device("cpu"))), None)
+    if row is None or row.variant != "cpp":
+        return None
+    try:
+        return import_module("heedful.backends.torch_sdpa_cpp")
+    except ImportError:  # not built: the decision record says so, see heedful.libraries
+        return None
 
 
 def _by_head(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,1 @@
+"""heedful's own kernels, one package a kind of machine."""

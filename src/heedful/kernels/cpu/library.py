@@ -1,0 +1,161 @@
+"""The C interface of heedful_cpu.h, as ctypes structures and functions. Pointers are addresses; strides in elements."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from heedful.errors import BadInputError, did_you_mean
+
+_POINTER, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+DTYPE_CODES: Final = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
+NAIVE: Final = "naive"
+_FAILURES: Final = {1: "this machine lacks the instruction set {isa!r}", 2: "no memory for scratch space"}
+
+
+class Attention(ctypes.Structure):
+    """struct heedful_attention: one call of paged varlen attention."""
+
+    _fields_ = (
+        ("query", _POINTER),
+        ("q_token", _I64),
+        ("q_head", _I64),
+        ("key", _POINTER),
+        ("k_block", _I64),
+        ("k_head", _I64),
+        ("k_token", _I64),
+        ("value", _POINTER),
+        ("v_block", _I64),
+        ("v_head", _I64),
+        ("v_token", _I64),
+        ("output", _POINTER),
+        ("o_token", _I64),
+        ("o_head", _I64),
+        ("lse", _POINTER),
+        ("lse_token", _I64),
+        ("lse_head", _I64),
+        ("query_start", _POINTER),
+        ("kv_lens", _POINTER),
+        ("block_tables", _POINTER),
+        ("table_stride", _I64),
+        ("key_start", _POINTER),
+        ("alibi_slopes", _POINTER),
+        ("sinks", _POINTER),
+        ("num_seqs", _I32),
+        ("num_heads", _I32),
+        ("num_kv_heads", _I32),
+        ("head_size", _I32),
+        ("head_size_v", _I32),
+        ("block_size", _I32),
+        ("dtype", _I32),
+        ("cache_dtype", _I32),
+        ("causal", _I32),
+        ("window", _I32),
+        ("scale", _F32),
+        ("soft_cap", _F32),
+        ("k_scale", _F32),
+        ("v_scale", _F32),
+        ("threads", _I32),
+    )
+
+
+class Write(ctypes.Structure):
+    """struct heedful_write: one step's keys or values into their slots."""
+
+    _fields_ = (
+        ("source", _POINTER),
+        ("s_token", _I64),
+        ("s_head", _I64),
+        ("cache", _POINTER),
+        ("c_block", _I64),
+        ("c_head", _I64),
+        ("c_token", _I64),
+        ("slots", _POINTER),
+        ("tokens", _I64),
+        ("heads", _I32),
+        ("size", _I32),
+        ("block_size", _I32),
+        ("dtype", _I32),
+        ("cache_dtype", _I32),
+        ("scale", _F32),
+    )
+
+
+def _load() -> ctypes.CDLL:
+    path = _path()
+    library = ctypes.CDLL(str(path))
+    library.heedful_attend.argtypes = (ctypes.POINTER(Attention), ctypes.c_char_p)
+    library.heedful_write_cache.argtypes = (ctypes.POINTER(Write), ctypes.c_char_p)
+    library.heedful_isas.restype = ctypes.c_char_p
+    return library
+
+
+def _path() -> Path:
+    """HEEDFUL_CPU_LIBRARY, else beside this file in a wheel, else where the installer put it in an editable install."""
+    asked = os.environ.get("HEEDFUL_CPU_LIBRARY")
+    if asked is not None:
+        if not Path(asked).is_file():
+            raise ImportError(f"HEEDFUL_CPU_LIBRARY={asked!r} names no file; name a built library or unset it")
+        return Path(asked)
+    name = "libheedful_cpu.so"
+    places = [Path(__file__).with_name(name)]
+    with suppress(metadata.PackageNotFoundError):
+        places.append(Path(str(metadata.distribution("heedful").locate_file(f"heedful/kernels/cpu/{name}"))))
+    for place in places:
+        if place.is_file():
+            return place
+    raise ImportError(
+        f"{name} was not built: heedful was installed where no C++ compiler was found; "
+        "install one (g++ 12 or newer) and install heedful again"
+    )
+
+
+_LIBRARY: Final = _load()
+
+
+@lru_cache(maxsize=1)
+def isas() -> dict[str, bool]:
+    """The instruction sets compiled in, best first, and whether this machine has each."""
+    words = _LIBRARY.heedful_isas().decode().split()
+    return {name: here == "1" for name, _, here in (word.partition(":") for word in words)}
+
+
+def chosen_isa() -> str:
+    """The instruction set that runs: HEEDFUL_CPU_ISA, else the best of this machine. ``naive`` is the plain loops."""
+    asked = os.environ.get("HEEDFUL_CPU_ISA")
+    return _checked(asked) if asked is not None else next(name for name, here in isas().items() if here)
+
+
+@lru_cache(maxsize=16)
+def _checked(asked: str) -> str:
+    known = [*isas(), NAIVE]
+    if asked not in known:
+        hint = did_you_mean(asked, known)
+        raise BadInputError(f"HEEDFUL_CPU_ISA={asked!r} names no instruction set; one of {', '.join(known)}{hint}")
+    if asked != NAIVE and not isas()[asked]:
+        here = ", ".join(name for name, there in isas().items() if there)
+        raise BadInputError(f"HEEDFUL_CPU_ISA={asked!r}, but this machine lacks it; it has {here}")
+    return asked
+
+
+def attend(call: Attention) -> None:
+    """Run one call. Every pointer, table entry and length must have been checked: C does not look again."""
+    _run(_LIBRARY.heedful_attend, call)
+
+
+def write_cache(call: Write) -> None:
+    """Write rows into their slots: stored = round_even(clamp(x / scale)) where the cache is fp8, else as they are."""
+    _run(_LIBRARY.heedful_write_cache, call)
+
+
+def _run(function: object, call: Attention | Write) -> None:
+    isa = chosen_isa()
+    status: int = function(ctypes.byref(call), isa.encode())  # type: ignore[operator]
+    if status:
+        raise MemoryError(_FAILURES.get(status, f"status {status}").format(isa=isa))

@@ -1,0 +1,6 @@
+#pragma once
+#include "heedful_cpu.h"
+
+namespace heedful {
+void attend_naive(const heedful_attention& call);
+}

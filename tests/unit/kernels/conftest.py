@@ -1,0 +1,26 @@
+"""One torch thread, and nightly tests only where `-m` asks for them by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(config, items):
+    if "nightly" in config.option.markexpr:
+        return
+    nightly = [item for item in items if HERE in item.path.parents and item.get_closest_marker("nightly")]
+    items[:] = [item for item in items if item not in nightly]
+    config.hook.pytest_deselected(items=nightly)
