@@ -162,6 +162,14 @@ class Problem:
         call.kept = kept  # ctypes holds addresses only
         return call, output, lse
 
+    def flatten(self, call, keys, values):
+        """Make a call read flat keys [keys, kv_heads, size] and values in place of pages."""
+        ends = torch.tensor([0, *itertools.accumulate(self.kv_lens)], dtype=torch.int32)
+        call.key, call.k_token, call.k_head = keys.data_ptr(), keys.stride(0), keys.stride(1)
+        call.value, call.v_token, call.v_head = values.data_ptr(), values.stride(0), values.stride(1)
+        call.block_tables, call.key_start = None, ends.data_ptr()
+        call.kept += [keys, values, ends]
+
     def run(self, isa, **how):
         """(output, lse) on one instruction set."""
         call, output, lse = self.call(**how)

@@ -368,8 +368,10 @@ struct Decode {
     if (begin < l.t.keys) with_rows(n, [&](auto n) FLAT { weigh_rows<n.value, Ahead>(l, begin, rows_acc); });
   }
   void item(const Tile& t, int h, const Tile& later, int later_head) {
-    const Tile own = direct ? Tile() : copied(t, h);
-    const Lines l = direct ? Lines{t, h * k_head, h * v_head, k_row, v_row, later, later_head * k_head, later_head * v_head}
+    // keys are read in fours: past the last flat key there may be no memory, where a page would go on
+    const bool as_they_lie = direct && (a.block_tables || t.keys % 4 == 0);
+    const Tile own = as_they_lie ? Tile() : copied(t, h);
+    const Lines l = as_they_lie ? Lines{t, h * k_head, h * v_head, k_row, v_row, later, later_head * k_head, later_head * v_head}
                            : Lines{own, 0, 0, int64_t(a.head_size) * T::size, int64_t(a.head_size_v) * T::size, own, 0, 0};
     block_step<true>(l, h, 0);  // the first block of rows asks for the later tile's lines
     for (int b = 1; b < blocks; b++) block_step<false>(l, h, b);
