@@ -31,7 +31,7 @@ def conform(isa, *only):
 
 @pytest.mark.parametrize("isa", ["naive", "portable", "avx2", "avx512"])  # test_conformance runs on the best
 def test_the_other_instruction_sets_conform_too(isa):
-    kernels = pytest.importorskip("heedful.kernels.cpu", reason="the kernels were not built", exc_type=ImportError)
+    kernels = pytest.importorskip("heedful.kernels.cpu", exc_type=ImportError)
     if isa != "naive" and not kernels.isas().get(isa):
         pytest.skip(f"this machine or build lacks {isa}")
     done = conform(isa)
@@ -39,13 +39,13 @@ def test_the_other_instruction_sets_conform_too(isa):
 
 
 def test_the_instruction_set_reaches_the_workers():
-    pytest.importorskip("heedful.kernels.cpu", reason="the kernels were not built", exc_type=ImportError)
+    pytest.importorskip("heedful.kernels.cpu", exc_type=ImportError)
     done = conform("avx3", "--only", "cpu/TORCH_SDPA/output_agrees*f32-h4k2-d128*normal*")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "HEEDFUL_CPU_ISA='avx3' names no instruction set" in done.stdout
 
 
 def test_each_run_above_is_of_the_variant_it_says():
-    pytest.importorskip("heedful.kernels.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+    pytest.importorskip("heedful.kernels.cpu", exc_type=ImportError)
     assert TorchSdpaBackend.get_impl_cls()(1, 16, 1.0).kernels is not None
     assert TorchVariantBackend.get_impl_cls()(1, 16, 1.0).kernels is None

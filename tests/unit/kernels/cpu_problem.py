@@ -10,9 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-kernels = pytest.importorskip(
-    "heedful.kernels.cpu", reason="the CPU kernels were not built: no C++ compiler", exc_type=ImportError
-)
+kernels = pytest.importorskip("heedful.kernels.cpu", exc_type=ImportError)
 
 from heedful.kernels.cpu.library import DTYPE_CODES  # noqa: E402 (only where the kernels are)
 from heedful.reference import dequantise, reference_attention  # noqa: E402
@@ -161,6 +159,14 @@ class Problem:
                 setattr(call, name, kept[-1].data_ptr())
         call.kept = kept  # ctypes holds addresses only
         return call, output, lse
+
+    def flatten(self, call, keys, values):
+        """Make a call read flat keys [keys, kv_heads, size] and values in place of pages."""
+        ends = torch.tensor([0, *itertools.accumulate(self.kv_lens)], dtype=torch.int32)
+        call.key, call.k_token, call.k_head = keys.data_ptr(), keys.stride(0), keys.stride(1)
+        call.value, call.v_token, call.v_head = values.data_ptr(), values.stride(0), values.stride(1)
+        call.block_tables, call.key_start = None, ends.data_ptr()
+        call.kept += [keys, values, ends]
 
     def run(self, isa, **how):
         """(output, lse) on one instruction set."""

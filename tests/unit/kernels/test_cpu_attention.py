@@ -169,11 +169,7 @@ def test_flat_keys_give_what_pages_give(isa, rules):
     lens = ((17, 0), (1, 0), (90, 0), (40, 33))
     paged = Problem(lens=lens if isa != "naive" else lens[:2], rules=rules)
     call, output, lse = paged.call()
-    keys, values = torch.cat(paged.keys), torch.cat(paged.values)
-    starts = torch.tensor([0, *paged.kv_lens]).cumsum(0).int()
-    call.key, call.k_token, call.k_head = keys.data_ptr(), keys.stride(0), keys.stride(1)
-    call.value, call.v_token, call.v_head = values.data_ptr(), values.stride(0), values.stride(1)
-    call.block_tables, call.key_start = None, starts.data_ptr()
+    paged.flatten(call, torch.cat(paged.keys), torch.cat(paged.values))
     with using(isa):
         kernels.attend(call)
     paged.check((output, lse), paged.expected())

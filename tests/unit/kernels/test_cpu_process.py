@@ -93,6 +93,43 @@ def test_where_no_thread_can_be_started_the_caller_does_the_work():
     assert run(NO_THREADS.replace("{isa}", BEST_FIRST[0])) == "alone\n"
 
 
+GUARDED = """
+import ctypes, itertools, mmap, torch
+from cpu_problem import BF16, E4M3, F16, F32, Problem, kernels, using
+libc, held = ctypes.CDLL(None), []
+
+def guarded(x):
+    # a copy whose last byte is the last before a page that may not be touched
+    size = x.numel() * x.element_size()
+    end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    held.append(mmap.mmap(-1, end + mmap.PAGESIZE))
+    memory = torch.frombuffer(held[-1], dtype=torch.uint8)
+    assert libc.mprotect(ctypes.c_void_p(memory.data_ptr() + end), mmap.PAGESIZE, 0) == 0
+    copy = memory[end - size : end].view(x.dtype).view(x.shape)
+    copy.copy_(x)
+    return copy
+
+counts = (1, 2, 3, 5, 6, 7, 62, 63, 66)
+for isa, types, count, size in itertools.product({isas}, [(F32, None), (BF16, None), (BF16, E4M3)], counts, (24, 72)):
+    lens = ((1, count - 1),) if count < 8 else ((1, count - 1), (count, 0))
+    one = Problem(lens=lens, dtype=types[0], cache=types[1], size=size, heads=2, kv_heads=1, rules=dict(causal=False))
+    if types[1] is None:
+        call, output, lse = one.call(query=guarded(one.query))
+        one.flatten(call, guarded(torch.cat(one.keys)), guarded(torch.cat(one.values)))
+        with using(isa):
+            kernels.attend(call)
+        one.check((output, lse), one.expected())
+    one.check(one.run(isa, sides=[guarded(one.key_pages), guarded(one.value_pages)]), one.expected())
+print("untouched")
+"""
+
+
+@pytest.mark.parametrize("isa", [*BEST_FIRST, "naive"])
+def test_nothing_is_read_past_the_end_of_a_tensor(isa):
+    """The process would die of it. The address sanitizer, scripts/sanitize, sees more, but not in every commit."""
+    assert run(GUARDED.replace("{isas}", repr([isa]))) == "untouched\n"
+
+
 def test_the_first_instruction_set_that_the_machine_has_is_chosen(monkeypatch):
     monkeypatch.delenv("HEEDFUL_CPU_ISA", raising=False)
     assert kernels.chosen_isa() == BEST_FIRST[0]
