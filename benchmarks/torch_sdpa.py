@@ -1,4 +1,4 @@
-"""TORCH_SDPA against plain torch: what paging costs, and what folding the query heads of a KV head gains.
+"""TORCH_SDPA's variant `torch` against plain torch: what paging costs, what folding a KV head's query heads gains.
 
 Per case three things run in turn, so that a busy machine disturbs them alike: heedful's layer (it also checks, writes
 the new token and reads shuffled pages), torch's SDPA with ``enable_gqa`` on contiguous K and V, and torch's SDPA on
@@ -22,9 +22,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.backends.paged import CommonMetadataBuilder
 from heedful.backends.torch_sdpa import TorchSdpaBackend
+from heedful.backends.torch_sdpa_impl import TorchSdpaImpl
 
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16
 SCALE = SIZE**-0.5
+
+
+class TorchVariant(TorchSdpaBackend):
+    """Without heedful's own kernels: benchmarks/cpu_attention.py measures those."""
+
+    CAPABILITIES = tuple(row for row in TorchSdpaBackend.CAPABILITIES if row.variant == "torch")
+
+
+class TorchVariantImpl(TorchSdpaImpl):
+    """A layer of it."""
+
+    backend = TorchVariant
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ def paged(setting, query, key, value):
     metadata = builder.build()
     shape = TorchSdpaBackend.get_kv_cache_shape(setting.seqs * pages, BLOCK, KV_HEADS, SIZE)
     cache = torch.randn(shape).to(query.dtype)
-    layer = TorchSdpaBackend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS)
+    layer = TorchVariantImpl(HEADS, SIZE, SCALE, KV_HEADS)
     return lambda: layer.forward(query, key, value, cache, metadata)
 
 

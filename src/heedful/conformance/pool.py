@@ -6,6 +6,7 @@ A cell that kills its worker or never ends costs that cell; the next one gets a 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections import deque
 from concurrent.futures.process import BrokenProcessPool
@@ -99,7 +100,9 @@ class Workers:
 
     def _submit(self, function: Callable[..., Any], argument: object) -> Future[Any]:
         if self._pool is None:
-            self._pool = ProcessPool(self.count, initializer=self._starting, context=_context())
+            self._pool = ProcessPool(
+                self.count, initializer=_begin, initargs=(self._starting, _steering()), context=_context()
+            )
         future: Future[Any] = self._pool.schedule(function, args=(argument,), timeout=self.timeout)
         return future
 
@@ -116,6 +119,18 @@ class Workers:
             return Ended(Outcome.INFRA_ERROR, f"the worker could not answer: {type(error).__name__}: {error}")
         assert isinstance(ended, Ended)
         return ended
+
+
+def _steering() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("HEEDFUL_")}
+
+
+def _begin(starting: Callable[[], None], steering: dict[str, str]) -> None:
+    """A worker's own environment is the one that the fork server first saw; what steers heedful is as it stands now."""
+    for name in _steering().keys() - steering.keys():
+        del os.environ[name]
+    os.environ.update(steering)
+    starting()
 
 
 def _context() -> Any:

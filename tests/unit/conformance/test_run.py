@@ -238,3 +238,17 @@ def test_a_runner_can_be_made_for_a_class():
     runner, cells = runner_for(unruly.Unruly, CPU, "smoke", Terms())
     assert isinstance(runner, Runner)
     assert cells[0].id.startswith("cpu/UNRULY/")
+
+
+@pytest.mark.parametrize("words", [("avx2", None, "portable"), (None, "avx2")])
+def test_workers_see_what_steers_heedful_now(monkeypatch, words):
+    """The fork server keeps the environment of its own start; a report would tell another one than what ran."""
+    import unruly
+
+    for word in words:
+        if word is None:
+            monkeypatch.delenv("HEEDFUL_CPU_ISA", raising=False)
+        else:
+            monkeypatch.setenv("HEEDFUL_CPU_ISA", word)
+        with Workers(probing=unruly.steered) as workers:
+            assert workers.probe("cpu").text == (word or "unset")

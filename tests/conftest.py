@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -21,6 +18,6 @@ def _one_thread():
 def pytest_collection_modifyitems(config, items):
     if "nightly" in config.option.markexpr:
         return
-    nightly = [item for item in items if HERE in item.path.parents and item.get_closest_marker("nightly")]
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
     items[:] = [item for item in items if item not in nightly]
     config.hook.pytest_deselected(items=nightly)
