@@ -1,7 +1,12 @@
-// What this machine can do at most, measured: sequential reading, multiply-add, and bf16 dot products. Each function
+// What this machine can do at most, measured: sequential reading, multiply-add, bf16 dot products, and bf16 products of
+// AMX tiles. Each function
 // gives a rate over `threads` threads at once: of wall time, or of CPU time where one thread runs.
 #include <stdint.h>
 #include <time.h>
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <thread>
 #include <vector>
@@ -89,6 +94,28 @@ double dot_rate(int threads, int64_t rounds) {
     CHAINS("vdpbf16ps");
   });
   return 1e-9 * 12 * 4 * kLanes * double(rounds) * threads / took;
+#else
+  return 0 * threads * double(rounds);
+#endif
+}
+
+// GFLOP/s of bf16 products of AMX tiles accumulated in fp32, nothing loaded; 0 where the machine has none.
+double tile_rate(int threads, int64_t rounds) {
+#ifdef __AMX_BF16__
+  if (syscall(SYS_arch_prctl, 0x1023, 18)) return 0;  // ask the kernel for tile registers
+  const double took = timed(threads, [&](int) {
+    struct __attribute__((packed)) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shape;
+    asm volatile("ldtilecfg %0" ::"m"(shape));
+    for (int64_t n = rounds; n; n--)
+      asm volatile("tdpbf16ps %tmm6,%tmm4,%tmm0\ntdpbf16ps %tmm7,%tmm4,%tmm1\n"
+                   "tdpbf16ps %tmm6,%tmm5,%tmm2\ntdpbf16ps %tmm7,%tmm5,%tmm3");
+    asm volatile("tilerelease");
+  });
+  return 1e-9 * 4 * 2 * 16 * 16 * 32 * double(rounds) * threads / took;
 #else
   return 0 * threads * double(rounds);
 #endif

@@ -23,10 +23,11 @@ class Roofline:
             path = Path(folder) / "roofline.so"
             subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, str(SOURCE), "-o", str(path)], check=True)
             self._library = ctypes.CDLL(str(path))
-        for name in ("read_rate", "fma_rate", "dot_rate"):
+        for name in ("read_rate", "fma_rate", "dot_rate", "tile_rate"):
             getattr(self._library, name).restype = ctypes.c_double
         self._library.read_rate.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
-        self._library.fma_rate.argtypes = self._library.dot_rate.argtypes = (ctypes.c_int, ctypes.c_int64)
+        for name in ("fma_rate", "dot_rate", "tile_rate"):
+            getattr(self._library, name).argtypes = (ctypes.c_int, ctypes.c_int64)
 
     def measure(self, address: int, size: int) -> dict[str, float]:
         """GB/s of reading size bytes at address, as often as the smallest caches need; GFLOP/s of the arithmetic."""
@@ -35,6 +36,7 @@ class Roofline:
             "read": self._library.read_rate(-(-address // 64) * 64, size - 64, self.threads, passes),
             "fma": self._library.fma_rate(self.threads, rounds),
             "dot": self._library.dot_rate(self.threads, rounds),
+            "tile": self._library.tile_rate(self.threads, rounds // 4),
         }
 
 

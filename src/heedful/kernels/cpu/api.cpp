@@ -4,6 +4,10 @@
 // Threads only decide who computes which unit, and how many KV heads a unit takes, which never meet in one sum.
 #include <stdlib.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
 #include <mutex>
@@ -32,16 +36,30 @@ struct Isa {
   bool here;
 };
 
+#if defined(__x86_64__)
+// The kernel gives tile registers only to a process that asks for them; its threads and children have them too.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 bool machine_has(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
   if (!strcmp(name, "avx2")) return avx2;
   if (!strcmp(name, "avx512")) return avx512;
-  if (!strcmp(name, "avx512_bf16"))
-    return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  if (!strcmp(name, "avx512_bf16")) return bf16;
+  if (!strcmp(name, "amx"))
+    return bf16 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && may_use_tiles();
 #endif
   return !strcmp(name, "portable");
 }
@@ -224,6 +242,7 @@ extern "C" int heedful_attend(const heedful_attention* call, const char* isa) tr
   if (isa && !strcmp(isa, "naive")) return heedful::attend_naive(*call), HEEDFUL_OK;
   const heedful::Isa* chosen = heedful::find_isa(isa);
   if (!chosen) return HEEDFUL_UNKNOWN_ISA;
+  while (!chosen->kernels->takes(*call)) chosen++;  // the sets are in order, and the last ones take every call
   return heedful::attend(*call, *chosen->kernels);
 } catch (const std::bad_alloc&) {
   return HEEDFUL_NO_MEMORY;

@@ -5,21 +5,9 @@
 // are asked for, spread between the multiplications: a prefetch issued in a burst is dropped, one not issued at all
 // leaves the cores waiting for memory most of the time.
 #pragma once
-#include "engine.h"
-#include "finish.h"
-#include "shape.h"
+#include "cached.h"
 
 namespace heedful::HEEDFUL_ISA {
-
-constexpr int kAhead = 2;  // items (one tile of one head) between the prefetch and the use
-
-alignas(64) inline const char zero_row[2048] = {};
-
-// Where a tile's keys and values lie: one pointer every four keys, for the first head of the unit.
-struct Tile {
-  int first, keys;  // keys [first, first + keys) of the sequence
-  const char *k[kTile / 4], *v[kTile / 4];
-};
 
 // ---- scores: s[quad][row][4 keys] of Quads x 4 keys; q[group of words][row]
 template <class E, class T, int Rows, int Quads, bool Ahead>
@@ -191,17 +179,16 @@ INLINE void weigh(const Tile& t, int64_t head, int64_t row, int begin, const typ
 
 // ---- one unit of work
 template <class E, class T>
-struct Decode {
+struct Decode : Cached<T> {
+  using Base = Cached<T>;
+  using Base::a, Base::direct, Base::head_of, Base::heads, Base::k_head, Base::k_row, Base::kv_len, Base::rows, Base::u,
+      Base::v_head, Base::v_row;
   using Word = typename E::Word;
   using Weight = typename E::Weight;
   using R = Reader<E, T>;
   using V = Columns<E, T>;
 
-  const heedful_attention& a;
-  const DecodeUnit& u;
-  const int group, kv_len, q_begin, q_len, rows, blocks, heads, q_words, acc_row;
-  const int64_t k_row, v_row, k_head, v_head;  // bytes
-  const bool direct;                           // four neighbouring keys always lie in one block
+  const int blocks, q_words, acc_row;
   Word* q;                                     // [heads][blocks][q_words][kRows]
   float* acc;                                  // [heads][blocks][kRows][acc_row]
   vf *top, *sum;                               // [heads][blocks]
@@ -220,12 +207,7 @@ struct Decode {
            kTile * (int64_t(a.head_size) + a.head_size_v) * T::size + 1024;
   }
   Decode(const heedful_attention& a, const DecodeUnit& u, char* at)
-      : a(a), u(u), group(a.num_heads / a.num_kv_heads), kv_len(a.kv_lens[u.sequence]),
-        q_begin(a.query_start[u.sequence]), q_len(a.query_start[u.sequence + 1] - q_begin),
-        rows((u.token_end - u.token_begin) * group), blocks(blocks_of(rows)), heads(u.head_end - u.head_begin),
-        q_words(words_of(a.head_size)), acc_row(padded(a.head_size_v)), k_row(a.k_token * T::size),
-        v_row(a.v_token * T::size), k_head(a.k_head * T::size), v_head(a.v_head * T::size),
-        direct(!a.block_tables || a.block_size % 4 == 0) {
+      : Base(a, u), blocks(blocks_of(rows)), q_words(words_of(a.head_size)), acc_row(padded(a.head_size_v)) {
     q = take<Word>(at, int64_t(heads) * blocks * kRows * q_words);
     acc = take<float>(at, int64_t(heads) * blocks * kRows * acc_row);
     top = take<vf>(at, heads * blocks);
@@ -235,9 +217,6 @@ struct Decode {
     p = take<Weight>(at, kTile * kRows);
     copy = take<char>(at, kTile * (int64_t(a.head_size) + a.head_size_v) * T::size);
   }
-  int token(int r) const { return u.token_begin + r / group; }
-  int head_of(int h, int r) const { return (u.head_begin + h) * group + r % group; }
-
   // -- queries into words: row = token * group + head of the group
   void read_queries() {
     if (a.dtype == HEEDFUL_F32) read_as<F32>();
@@ -250,64 +229,23 @@ struct Decode {
     for (int h = 0; h < heads; h++)
       for (int r = 0; r < rows; r++) {
         Word* to = q + (int64_t(h) * blocks + r / kRows) * kRows * q_words + r % kRows;
-        const char* from = (const char*)a.query + ((q_begin + token(r)) * a.q_token + head_of(h, r) * a.q_head) * Q::size;
+        const char* from = Base::query_of(h, r, Q::size);
         for (int i = 0; i < a.head_size; i += R::elements, to += R::units * kRows)
           R::template query<Q>(from + i * Q::size, a.head_size - i, to, kRows);
       }
   }
-  void read_rules() {
-    for (int b = 0; b < blocks; b++) {
-      RowBlock& block = see[b];
-      block.lowest = block.all_high = kv_len;
-      block.all_low = 0;
-      for (int i = 0; i < W; i++) {
-        const int r = b * kRows + i / 4 < rows ? b * kRows + i / 4 : rows - 1;
-        const Visible v = visible(a, kv_len, q_len, token(r));
-        block.low[i] = v.low;
-        block.high[i] = v.high;
-        block.position[i] = kv_len - q_len + token(r);
-        block.slope[i] = 0;
-        if (v.low < block.lowest) block.lowest = v.low;
-        if (v.low > block.all_low) block.all_low = v.low;
-        if (v.high < block.all_high) block.all_high = v.high;
-      }
-    }
-  }
-  void read_slopes(int h, int b) {
-    for (int i = 0; i < W; i++) {
-      const int r = b * kRows + i / 4;
-      see[b].slope[i] = r < rows ? a.alibi_slopes[head_of(h, r)] : 0;
-    }
+  static auto lanes(int b) {
+    return [b](int i) { return b * kRows + i / 4; };
   }
 
-  // -- where keys lie
-  const char* row_of(const void* base, int64_t block, int64_t token, int64_t head, int key) const {
-    if (!a.block_tables) return (const char*)base + (a.key_start[u.sequence] + key) * token + head;
-    const int32_t* table = a.block_tables + u.sequence * a.table_stride;
-    return (const char*)base + table[key / a.block_size] * block + key % a.block_size * token + head;
-  }
-  const char* k_at(int key) const { return row_of(a.key, a.k_block * T::size, k_row, u.head_begin * k_head, key); }
-  const char* v_at(int key) const { return row_of(a.value, a.v_block * T::size, v_row, u.head_begin * v_head, key); }
-
-  Tile tile(int first, int end) const {
-    Tile t;
-    t.first = first;
-    t.keys = end - first < kTile ? end - first : kTile;
-    for (int i = 0; i < kTile / 4; i++) {
-      const int key = first + 4 * i < end ? first + 4 * i : first;
-      t.k[i] = k_at(key);
-      t.v[i] = v_at(key);
-    }
-    return t;
-  }
   Tile copied(const Tile& from, int h) const {
     Tile t = from;
     const int64_t k_bytes = int64_t(a.head_size) * T::size, v_bytes = int64_t(a.head_size_v) * T::size;
     char *k = copy, *v = copy + kTile * k_bytes;
     memset(copy, 0, kTile * (k_bytes + v_bytes));
     for (int j = 0; j < t.keys; j++) {
-      memcpy(k + j * k_bytes, k_at(t.first + j) + h * k_head, k_bytes);
-      memcpy(v + j * v_bytes, v_at(t.first + j) + h * v_head, v_bytes);
+      memcpy(k + j * k_bytes, Base::k_at(t.first + j) + h * k_head, k_bytes);
+      memcpy(v + j * v_bytes, Base::v_at(t.first + j) + h * v_head, v_bytes);
     }
     for (int i = 0; i < kTile / 4; i++) {
       t.k[i] = k + 4 * i * k_bytes;
@@ -357,7 +295,7 @@ struct Decode {
     const int n = rows - b * kRows, at = h * blocks + b;
     float* rows_acc = acc + int64_t(at) * kRows * acc_row;
     with_rows(n, [&](auto n) FLAT { score_rows<n.value, Ahead>(l, q + int64_t(at) * kRows * q_words); });
-    if (a.alibi_slopes) read_slopes(h, b);
+    if (a.alibi_slopes) Base::read_slopes(see[b], h, lanes(b));
     bool moved;
     const vf factor = softmax_step<E>(a, see[b], l.t.first, l.t.keys, s, p, top[at], sum[at], moved);
     if (moved)
@@ -379,24 +317,10 @@ struct Decode {
 
   void run() {
     read_queries();
-    read_rules();
+    for (int b = 0; b < blocks; b++) see[b] = Base::rules_of(lanes(b));
     memset(acc, 0, int64_t(heads) * blocks * kRows * acc_row * 4);
     for (int i = 0; i < heads * blocks; i++) top[i] = splat(-INFINITY), sum[i] = vf{};
-    Tile tiles[kAhead + 1];
-    auto ahead_of = [&](int first) {  // past the end of the unit the sequence goes on; past its end there is nothing
-      return first < kv_len ? tile(first, kv_len) : tile(u.key_begin, u.key_end);
-    };
-    if (u.key_begin < u.key_end)
-      for (int i = 0; i <= kAhead; i++) tiles[i] = ahead_of(u.key_begin + i * kTile);
-    for (int first = u.key_begin; first < u.key_end; first += kTile) {
-      tiles[0].keys = first + kTile < u.key_end ? kTile : u.key_end - first;
-      for (int h = 0; h < heads; h++) {
-        const int later = h + kAhead;
-        item(tiles[0], h, tiles[later / heads < kAhead ? later / heads : kAhead], later % heads);
-      }
-      for (int i = 0; i < kAhead; i++) tiles[i] = tiles[i + 1];
-      tiles[kAhead] = ahead_of(first + (kAhead + 1) * kTile);
-    }
+    Base::each_item([&](const Tile& t, int h, const Tile& later, int later_head) { item(t, h, later, later_head); });
     finish();
   }
 
@@ -407,15 +331,7 @@ struct Decode {
         const int at = h * blocks + r / kRows, lane = r % kRows * 4;
         const float* from = acc + (int64_t(at) * kRows + r % kRows) * acc_row;
         for (int c = 0; c < acc_row; c += 4) store(row + (c & ~63) + V::column(c & 63), load<v4>(from + c));
-        const float most = top[at][lane], total = lane_sum(sum[at])[lane];
-        if (u.partial) {
-          float* to = u.partial + (int64_t(h) * rows + r) * partial_row(a);
-          memcpy(to, row, a.head_size_v * 4);
-          to[a.head_size_v] = most;
-          to[a.head_size_v + 1] = total;
-        } else {
-          emit(a, q_begin + token(r), head_of(h, r), row, most, total);
-        }
+        Base::close(h, r, row, top[at][lane], lane_sum(sum[at])[lane]);
       }
   }
 };

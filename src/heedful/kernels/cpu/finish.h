@@ -101,21 +101,34 @@ INLINE void write_row(const heedful_attention& a, void* to, const float* row, fl
   else write_as<F16>((char*)to, row, a.head_size_v, factor);
 }
 
-// Closes one row: the sink joins the denominator, the sum is divided, the output is rounded, the LSE is written.
-inline void emit(const heedful_attention& a, int64_t token, int head, float* row, float top, float sum) {
-  float factor = 1.f;
+// A row's maximum and denominator with the sink in it; factor: by what its sum of values then stands too high.
+struct Denominator {
+  float top, sum, factor;
+};
+inline Denominator with_sink(const heedful_attention& a, int head, float top, float sum) {
   if (top == -INFINITY && sum == sum) sum = 0;  // no visible key; a NaN stays one
-  if (a.sinks && a.sinks[head] != -INFINITY) {
-    const float sink = a.sinks[head] * kLog2e, most = top > sink ? top : sink;
-    factor = top == -INFINITY ? 0.f : exp2f(top - most);
-    sum = sum * factor + exp2f(sink - most);
-    top = most;
-  }
+  if (!a.sinks || a.sinks[head] == -INFINITY) return {top, sum, 1.f};
+  const float sink = a.sinks[head] * kLog2e, most = top > sink ? top : sink;
+  const float factor = top == -INFINITY ? 0.f : exp2f(top - most);
+  return {most, sum * factor + exp2f(sink - most), factor};
+}
+
+// Closes one row: the sink joins the denominator, the sum is divided, the output is rounded, the LSE is written.
+// exact: the denominator before its weights were rounded, which is what the LSE tells.
+inline void emit(const heedful_attention& a, int64_t token, int head, float* row, float top, float sum, float exact) {
+  const Denominator d = with_sink(a, head, top, sum);
   const int size = a.dtype == HEEDFUL_F32 ? 4 : 2;
-  factor = sum > 0 ? factor * a.v_scale / sum : 0.f;
-  if (sum != sum) factor = sum;
+  float factor = d.sum > 0 ? d.factor * a.v_scale / d.sum : 0.f;
+  if (d.sum != d.sum) factor = d.sum;
   write_row(a, (char*)a.output + (token * a.o_token + head * a.o_head) * size, row, factor);
-  if (a.lse) a.lse[token * a.lse_token + head * a.lse_head] = sum == 0 ? -INFINITY : (top + log2f(sum)) / kLog2e;
+  if (!a.lse) return;
+  const Denominator e = with_sink(a, head, top, exact);
+  int exponent = 0;  // kept apart from the fraction: the maximum may stand far above the scores
+  const float fraction = frexpf(e.sum, &exponent);
+  a.lse[token * a.lse_token + head * a.lse_head] = e.sum == 0 ? -INFINITY : ((e.top + exponent) + log2f(fraction)) / kLog2e;
+}
+inline void emit(const heedful_attention& a, int64_t token, int head, float* row, float top, float sum) {
+  emit(a, token, head, row, top, sum, sum);
 }
 
 // Joins the parts of one sequence in their order, for every row of the heads of `u`.

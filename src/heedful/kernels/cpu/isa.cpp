@@ -1,18 +1,30 @@
 // One instruction set's kernels: compiled once per ISA with HEEDFUL_ISA naming its namespace.
 #include "decode.h"
+#include "decode_tiles.h"
 #include "prefill.h"
 #include "write.h"
 
 namespace heedful::HEEDFUL_ISA {
 
-// Calls f with the engine and storage type of a call: bf16 queries multiply in pairs where the machine can.
+template <class K>
+struct Type {
+  using type = K;
+};
+
+// Calls f with the engine and storage type of a call. An instruction set with bf16 products is compiled for those alone:
+// every other call takes the kernels of the next one down.
+#if defined(__AVX512BF16__)
+static bool takes(const heedful_attention& a) { return a.dtype == HEEDFUL_BF16; }
 template <class F>
 static auto dispatch(const heedful_attention& a, F f) {
-#if defined(__AVX512BF16__)
-  if (a.dtype == HEEDFUL_BF16 && a.cache_dtype == HEEDFUL_BF16) return f(Pairs(), BF16());
-  if (a.dtype == HEEDFUL_BF16 && a.cache_dtype == HEEDFUL_E4M3) return f(Pairs(), E4M3());
-  if (a.dtype == HEEDFUL_BF16 && a.cache_dtype == HEEDFUL_E5M2) return f(Pairs(), E5M2());
-#endif
+  if (a.cache_dtype == HEEDFUL_E4M3) return f(Pairs(), E4M3());
+  if (a.cache_dtype == HEEDFUL_E5M2) return f(Pairs(), E5M2());
+  return f(Pairs(), BF16());
+}
+#else
+static bool takes(const heedful_attention&) { return true; }
+template <class F>
+static auto dispatch(const heedful_attention& a, F f) {
   switch (a.cache_dtype) {
     case HEEDFUL_BF16: return f(Fma(), BF16());
     case HEEDFUL_F16: return f(Fma(), F16());
@@ -21,12 +33,35 @@ static auto dispatch(const heedful_attention& a, F f) {
     default: return f(Fma(), F32());
   }
 }
+#endif
 
+// Calls f with the kernel of a decode with so many rows. Four rows fill a quarter of a tile: bf16 keys are then better
+// multiplied as they lie; fp8 ones must be widened anyway.
+template <class E, class T, class F>
+static auto few_rows(int rows, F f) {
+#if defined(__AMX_BF16__)
+  if (rows > 8) return f(Type<DecodeTiles<T, 16>>());
+  if (rows > 4) return f(Type<DecodeTiles<T, 8>>());
+  if constexpr (T::size == 1) return f(Type<DecodeTiles<T, 4>>());
+  else
+#endif
+    return f(Type<Decode<E, T>>());
+}
 static void decode(const heedful_attention& a, const DecodeUnit& u, char* scratch) {
-  dispatch(a, [&](auto engine, auto type) { Decode<decltype(engine), decltype(type)>(a, u, scratch).run(); });
+  const int rows = (u.token_end - u.token_begin) * (a.num_heads / a.num_kv_heads);
+  dispatch(a, [&](auto engine, auto type) {
+    few_rows<decltype(engine), decltype(type)>(rows, [&](auto kernel) { typename decltype(kernel)::type(a, u, scratch).run(); });
+  });
 }
 static int64_t decode_scratch(const heedful_attention& a, int rows, int heads) {
-  return dispatch(a, [&](auto engine, auto type) { return Decode<decltype(engine), decltype(type)>::scratch(a, rows, heads); });
+  return dispatch(a, [&](auto engine, auto type) {
+    int64_t most = 0;
+    for (int n = 1; n <= rows; n = n < rows && 2 * n > rows ? rows : 2 * n) {  // fewer rows may take another kernel
+      const int64_t bytes = few_rows<decltype(engine), decltype(type)>(n, [&](auto kernel) { return decltype(kernel)::type::scratch(a, n, heads); });
+      if (bytes > most) most = bytes;
+    }
+    return most;
+  });
 }
 static void prefill(const heedful_attention& a, const PrefillUnit& u, char* scratch) {
   dispatch(a, [&](auto engine, auto type) { Prefill<decltype(engine), decltype(type)>(a, u, scratch).run(); });
@@ -41,6 +76,6 @@ static void merge(const heedful_attention& a, const DecodeUnit& u, int parts, co
 static void write(const heedful_write& w) { write_rows(w); }
 
 extern const Kernels kernels;
-const Kernels kernels = {decode, prefill, merge, decode_scratch, prefill_scratch, write};
+const Kernels kernels = {takes, decode, prefill, merge, decode_scratch, prefill_scratch, write};
 
 }  // namespace heedful::HEEDFUL_ISA

@@ -24,6 +24,7 @@ struct PrefillUnit {
 };
 
 struct Kernels {
+  bool (*takes)(const heedful_attention&);  // whether these kernels were compiled for such a call
   void (*decode)(const heedful_attention&, const DecodeUnit&, char* scratch);
   void (*prefill)(const heedful_attention&, const PrefillUnit&, char* scratch);
   void (*merge)(const heedful_attention&, const DecodeUnit&, int parts, const float* partials);

@@ -51,8 +51,16 @@ INLINE V load_part(const void* p, int bytes) {
   return v;
 }
 INLINE vf splat(float x) { return vf{} + x; }
+// a > b ? a : b, so that a NaN in b stays; on x86 one instruction, which a compiler may not make of the words
+#if defined(__AVX512F__)
+INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps(a, b); }
+#elif defined(__AVX2__)
+INLINE vf vmax(vf a, vf b) { return (vf)_mm256_max_ps(a, b); }
+#elif defined(__x86_64__)
+INLINE vf vmax(vf a, vf b) { return (vf)_mm_max_ps(a, b); }
+#else
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
-INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+#endif
 INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
 INLINE vi iota() {
@@ -140,6 +148,42 @@ INLINE bool any(vi mask) {
 #endif
 }
 
+// ---- squares
+#if defined(__AVX512F__)
+// 16 x 16 words: row i of r becomes column i
+INLINE void transpose(vi* r) {
+  __m512i t[16], u[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32((__m512i)r[2 * i], (__m512i)r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32((__m512i)r[2 * i], (__m512i)r[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      u[4 * i + 2 * j] = _mm512_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
+      u[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
+    }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    const __m512i a = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x44), b = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x44);
+    const __m512i c = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xee), d = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xee);
+    r[j] = (vi)_mm512_shuffle_i32x4(a, b, 0x88);
+    r[4 + j] = (vi)_mm512_shuffle_i32x4(a, b, 0xdd);
+    r[8 + j] = (vi)_mm512_shuffle_i32x4(c, d, 0x88);
+    r[12 + j] = (vi)_mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+}
+#else
+INLINE void transpose(vi* r) {
+  int32_t flat[W][W];
+  for (int i = 0; i < W; i++)
+    for (int j = 0; j < W; j++) flat[j][i] = r[i][j];
+  memcpy((void*)r, flat, sizeof flat);
+}
+#endif
+
 // ---- exp2 and tanh
 // The product as it rounds by itself, kept from being fused into what follows.
 INLINE vf rounded(vf x) {
@@ -176,21 +220,30 @@ INLINE vf exp2v(vf x) {
   vf r = (vf)((vi)p + ((vi)k << 23));
   return Short ? r : x < splat(-126.f) ? vf{} : r;
 }
-// tanh: (1 - e) / (1 + e) with e = exp(-2|x|); near 0, where that loses digits, an odd polynomial, unless Short.
+// tanh: near 0 an odd polynomial, else (1 - e) / (1 + e) with e = exp(-2|x|), which is only worked out where a lane
+// needs it: soft caps are far above most scores. Short: to 1e-5, for weights that become bf16.
 template <bool Short = false>
 INLINE vf tanhv(vf x) {
-  const vf a = vabs(x);
-  const vf e = exp2v<Short>(a * splat(-2.f * 1.44269504f));
-  const vf far = (1.f - e) / (1.f + e);
-  const vf signed_far = (vf)((vi)far | ((vi)x & (int32_t)0x80000000));
-  if constexpr (Short) return signed_far;
+  constexpr float near = Short ? .4f : .625f;
   const vf z = x * x;
-  vf p = splat(-5.70498872745e-3f);
-  p = p * z + 2.06390887954e-2f;
-  p = p * z + -5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z + -3.33332819422e-1f;
-  return a < splat(0.625f) ? p * z * x + x : signed_far;
+  vf p;
+  if constexpr (Short) {
+    p = splat(.122112862f);
+    p = p * z + -.332789567f;
+    p = (p * z + 1.f) * x;
+  } else {
+    p = splat(-5.70498872745e-3f);
+    p = p * z + 2.06390887954e-2f;
+    p = p * z + -5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z + -3.33332819422e-1f;
+    p = p * z * x + x;
+  }
+  const vi is_near = z < splat(near * near);  // a NaN is not
+  if (__builtin_expect(!any(~is_near), 1)) return p;
+  const vf e = exp2v<Short>(vabs(x) * splat(-2.f * 1.44269504f));
+  const vf far = (1.f - e) / (1.f + e);
+  return is_near ? p : (vf)((vi)far | ((vi)x & (int32_t)0x80000000));
 }
 
 // ---- storage types: how a vector of W elements is read as floats, and written
