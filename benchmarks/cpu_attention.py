@@ -146,17 +146,20 @@ def measure(case: Case, lane: str, clock: Clock, rounds: int, roofline: Roofline
 
 
 def layer_step(clock: Clock, rounds: int) -> dict:
-    """What forward adds to the bare kernel, in µs: batch 8, metadata reused, a context so short that it can be seen."""
+    """What forward adds to the bare kernel, in µs: batch 8, metadata reused, a context so short that it can be seen.
+
+    The two are called in turn, so that each finds the processor's caches as the other left them; the figure is the
+    median of the differences of neighbours. The least of each may have met at different moments of a busy machine.
+    """
     import cpu_peers
     from cpu_problem import Problem
 
     problem = Problem(Case("layer", "decode b8", (1,) * 8, (31,) * 8))
     bare, whole = cpu_peers.kernel(problem), cpu_peers.layer(problem)
-    times: dict[str, list[float]] = {"bare": [], "forward": []}
-    for _ in range(4 * rounds):
-        times["bare"] += clock.turn(bare.call, 1e-4)
-        times["forward"] += clock.turn(whole.call, 1e-4)
-    return {name: [1e6 * f(values) for f in (min, median)] for name, values in times.items()}
+    pairs = [(clock.once(bare.call), clock.once(whole.call)) for _ in range(800 * rounds)]
+    times = dict(zip(("bare", "forward"), zip(*pairs, strict=True), strict=True))
+    found = {name: [1e6 * f(values) for f in (min, median)] for name, values in times.items()}
+    return found | {"added": 1e6 * median(after - before for before, after in pairs)}
 
 
 def run_lane(lane: str, options: argparse.Namespace, path: Path) -> None:

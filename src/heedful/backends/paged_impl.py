@@ -15,14 +15,16 @@ import torch
 from heedful.backends import paged_arguments as arguments
 from heedful.backends.base import AttentionBackend, AttentionImpl, AttentionMetadata, refuse_unknown, refuse_unsupported
 from heedful.backends.paged import cache_dtype, cache_parts, validate_metadata, write_cache
+from heedful.backends.paged_repeat import form_of, keep, kept
 from heedful.errors import BadInputError, UnsupportedError
 from heedful.types import AttentionType, Reason, ReasonCode, SelectionRequest, check_request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from heedful.backends.base import KVCache
     from heedful.backends.paged import Step
+    from heedful.backends.paged_repeat import Repeat
 
 _UNCACHED = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
@@ -52,6 +54,8 @@ class PagedImpl(AttentionImpl):
     """A layer over a paged cache. ``backend`` names the class whose CAPABILITIES and layout it has."""
 
     backend: ClassVar[type[AttentionBackend]]
+    repeats = False
+    """Whether run may answer with a Repeat: only a layer that computes on the CPU."""
 
     def __init__(
         self,
@@ -93,6 +97,7 @@ class PagedImpl(AttentionImpl):
         self.alibi_slopes = arguments.per_head("alibi_slopes", alibi_slopes, num_heads, finite=True)
         self.sinks = arguments.per_head("sinks", sinks, num_heads, finite=False)
         refuse_unsupported(self.backend, self.request)
+        self._alike = _alike(type(self), self.request)
 
     @property
     def group(self) -> int:
@@ -102,6 +107,12 @@ class PagedImpl(AttentionImpl):
     @abstractmethod
     def attend(self, call: Call) -> None:
         """Fill call.output and call.lse for every row that belongs to a sequence. The cache is written already."""
+
+    def run(self, call: Call) -> Repeat | None:
+        """Write, then attend. The answer: how other calls of the same form and step can do so, if they can."""
+        self.write(call)
+        self.attend(call)
+        return None
 
     def write(self, call: Call) -> None:
         """Store this step's K and V in the cache, where there is one."""
@@ -123,16 +134,44 @@ class PagedImpl(AttentionImpl):
         **unknown: object,
     ) -> torch.Tensor:
         """See AttentionImpl."""
-        refuse_unknown(f"{type(self).__name__}.forward()", unknown, AttentionImpl.forward)
-        with torch.no_grad():
-            scales = self._scales(k_scale, v_scale)
-            answer = self._answer(query, output)
-            call = self._call(query, key, value, kv_cache, attn_metadata, scales, attn_type, answer, output_lse)
-            self.write(call)
-            self.attend(call)
-            call.output[call.step.num_tokens :] = 0
-            if call.lse is not None:
-                call.lse[call.step.num_tokens :] = -torch.inf
+        if unknown:
+            refuse_unknown(f"{type(self).__name__}.forward()", unknown, AttentionImpl.forward)
+        scales = self._scales(k_scale, v_scale)
+        form = None
+        if self.repeats:
+            form = form_of(self._alike, attn_type, query, key, value, kv_cache, output, output_lse)
+        known = kept(attn_metadata, form)
+        if known is None:
+            given = (query, key, value, kv_cache, attn_metadata, scales, attn_type, output, output_lse)
+            with torch.no_grad():
+                return self._checked(form, *given)
+        answer = self._new_answer(query) if output is None else output
+        known.repeat.run(self, query, key, value, kv_cache, scales, answer, output_lse)
+        if known.pads:
+            _clear(known.step, answer, output_lse)
+        return answer
+
+    def _checked(
+        self,
+        form: Hashable,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        scales: tuple[float, float],
+        attn_type: AttentionType | str,
+        output: torch.Tensor | None,
+        output_lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Forward with every check; what passed them all is kept under its form."""
+        answer = self._answer(query, output)
+        call = self._call(query, key, value, kv_cache, metadata, scales, attn_type, answer, output_lse)
+        repeat, pads = self.run(call), len(answer) > call.step.num_tokens
+        if pads:
+            _clear(call.step, answer, output_lse)
+        if repeat is not None:
+            keep(metadata, form, call.step, repeat, pads)
         return answer
 
     def _call(
@@ -161,6 +200,8 @@ class PagedImpl(AttentionImpl):
         return Call(q, k, v, views, step, kind, *scales, out, lse)
 
     def _scales(self, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor) -> tuple[float, float]:
+        if type(k_scale) is type(v_scale) is float and k_scale == v_scale == 1.0:
+            return 1.0, 1.0
         found = arguments.positive_number("k_scale", k_scale), arguments.positive_number("v_scale", v_scale)
         if self.kv_cache_dtype == "auto" and found != (1.0, 1.0):
             raise BadInputError(
@@ -175,12 +216,16 @@ class PagedImpl(AttentionImpl):
         if q.dtype not in arguments.MODEL_DTYPES:
             words = ", ".join(map(arguments.name_of, arguments.MODEL_DTYPES))
             raise BadInputError(f"query is {arguments.name_of(q.dtype)}; give one of {words}")
-        heads, size = self.num_heads, self.head_size_v
         if output is None:
-            return q.new_empty((len(q), heads * size) if query.dim() == 2 else (len(q), heads, size))
+            return self._new_answer(query)
+        heads, size = self.num_heads, self.head_size_v
         flat = isinstance(output, torch.Tensor) and output.dim() == 2
         shape = (len(q), heads * size) if flat else (len(q), heads, size)
         return arguments.writable("output", output, shape, q.dtype, q.device)
+
+    def _new_answer(self, query: torch.Tensor) -> torch.Tensor:
+        rows, heads, size = query.shape[0], self.num_heads, self.head_size_v
+        return query.new_empty((rows, heads * size) if query.dim() == 2 else (rows, heads, size))
 
     def _keys(
         self, key: torch.Tensor | None, value: torch.Tensor | None, query: torch.Tensor, kind: AttentionType
@@ -240,6 +285,25 @@ class PagedImpl(AttentionImpl):
     def _refuse(self, query: torch.Tensor, kind: AttentionType, block_size: int) -> None:
         """What only a call tells (dtype, kind, page size) may be excluded too; each answer is worked out once."""
         _allowed(self.backend, self.request, arguments.name_of(query.dtype), str(kind), block_size)
+
+
+def _clear(step: Step, output: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Empty the rows past those of the sequences."""
+    with torch.no_grad():
+        output[step.num_tokens :] = 0
+        if lse is not None:
+            lse[step.num_tokens :] = -torch.inf
+
+
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """Stands for all layers whose forward checks alike; told from others by identity, which is quicker than a hash."""
+
+    layer: type[PagedImpl]
+    request: SelectionRequest
+
+
+_alike = lru_cache(maxsize=1024)(_Alike)
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,7 +26,8 @@ class Step:
     query_starts: first query row of each sequence, and one past the last. key_lens: keys each sequence sees (from the
     cache, or flat rows where ``tables`` is None). tables int64 [seqs, blocks], CPU; entries past a sequence's last page
     are 0. write_*: where the step's K and V go; write_rows None means the first rows, in order. fresh: per sequence,
-    whether this step brings all of its keys and writes them. derived: what a backend works out once a step.
+    whether this step brings all of its keys and writes them. watch: tells whether the metadata that all this was read
+    from is still the same. derived: what a backend works out once a step.
     """
 
     query_starts: tuple[int, ...]
@@ -38,6 +40,7 @@ class Step:
     write_offsets: torch.Tensor
     write_rows: torch.Tensor | None
     fresh: tuple[bool, ...]
+    watch: Watch = field(compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @property
@@ -69,14 +72,11 @@ def validate_metadata(
     num_query_rows, num_key_rows: rows of the tensors that forward got (None: no key). num_blocks 0: no cache.
     """
     asked = (str(attn_type), num_query_rows, num_key_rows, num_blocks, block_size)
-    seen = _fingerprint(metadata)
-    kept = metadata.step.get(asked)
-    if kept is not None and kept[0] == seen:
-        step: Step = kept[1]
-        return step
+    kept: Step | None = metadata.step.get(asked)
+    if kept is not None and kept.watch.holds(metadata):
+        return kept
     step = _Check(metadata, str(attn_type), num_query_rows, num_key_rows, num_blocks, block_size).step()
-    alive = [getattr(metadata, name) for name in _TENSORS]  # so that no other tensor can take over an id
-    metadata.step[asked] = (seen, step, alive)
+    metadata.step[asked] = step
     return step
 
 
@@ -94,16 +94,27 @@ _OPTIONAL = {"encoder_seq_lens", "cross_slot_mapping", "cross_block_tables"}
 _NUMBERS = ("num_prefills", "num_decodes", "num_prefill_tokens", "num_decode_tokens", "max_query_len", "max_seq_len")
 
 
-def _fingerprint(metadata: AttentionMetadata) -> tuple[Any, ...]:
-    """Changes whenever a field is replaced or written in place, so that nothing stale is ever reused."""
-    tensors = (getattr(metadata, name) for name in _TENSORS)
-    numbers = tuple(getattr(metadata, name) for name in _NUMBERS)
-    ends = (metadata.num_encoder_tokens, metadata.max_encoder_seq_len)
-    return (*((id(t), _version(t)) for t in tensors), *numbers, *ends)
+_FIELDS = attrgetter(*_TENSORS, *_NUMBERS, "num_encoder_tokens", "max_encoder_seq_len")
 
 
-def _version(tensor: torch.Tensor | None) -> int:
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
+class Watch:
+    """Tells whether a field of a metadata object was replaced, or a tensor of it written in place, since it was made.
+
+    It holds on to the fields, so that no other tensor takes the place of one in memory.
+    """
+
+    __slots__ = ("fields", "tensors", "versions")
+
+    def __init__(self, metadata: AttentionMetadata) -> None:
+        self.fields: tuple[Any, ...] = _FIELDS(metadata)
+        # an inference tensor does not count its writes
+        self.tensors = [t for t in self.fields if isinstance(t, torch.Tensor) and not t.is_inference()]
+        self.versions = [t._version for t in self.tensors]
+
+    def holds(self, metadata: AttentionMetadata) -> bool:
+        """Whether it is all the same."""
+        same = all(map(is_, _FIELDS(metadata), self.fields))
+        return same and [t._version for t in self.tensors] == self.versions
 
 
 class _Check:
@@ -118,6 +129,7 @@ class _Check:
         num_blocks: int,
         block_size: int,
     ) -> None:
+        self.watch = Watch(metadata)  # before anything is read: what is written meanwhile shows
         self.metadata, self.attn_type = metadata, attn_type
         self.num_query_rows, self.num_key_rows = num_query_rows, num_key_rows
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -211,9 +223,9 @@ class _Check:
         self._rows("key", self.num_key_rows, sum(key_lens))
         nothing = torch.empty(0, dtype=torch.int64)
         fresh = (True,) * len(key_lens)
-        return Step(
-            tuple(starts), tuple(key_lens), self.metadata.num_prefills, causal, None, 0, nothing, nothing, None, fresh
-        )
+        prefills = self.metadata.num_prefills
+        sizes = (tuple(starts), tuple(key_lens), prefills, causal, None, 0)
+        return Step(*sizes, nothing, nothing, None, fresh, self.watch)
 
     def _encoder(self) -> Step:
         lengths = self._encoder_lens()
@@ -332,6 +344,7 @@ class _Check:
             offsets,
             rows,
             fresh,
+            self.watch,
         )
 
     def _right_slots(

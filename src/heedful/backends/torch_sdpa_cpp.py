@@ -1,23 +1,25 @@
-"""TORCH_SDPA's variant ``cpp``: one call of heedful's CPU kernels for a whole step, over the cache as it lies.
+"""TORCH_SDPA's variant ``cpp``: one call of heedful's CPU kernels writes a step's K and V and attends, all as it lies.
 
-The step's lengths and tables are turned into the kernels' arrays once a step; what only the layer knows is filled into
-a copy of a template, so that a call costs a few microseconds of Python.
+The step's lengths and tables are turned into the kernels' arrays once a step, sizes and strides into a form once for
+all layers alike: what is left to a call are addresses, scales and the number of threads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from heedful.kernels.cpu import Attention, Write, attend, write_cache
+from heedful.kernels.cpu import Attention, Form, Write, operands, step
 from heedful.kernels.cpu.library import DTYPE_CODES
 
 if TYPE_CHECKING:
+    from heedful.backends.base import KVCache
     from heedful.backends.paged import Step
     from heedful.backends.paged_impl import Call, PagedImpl
+    from heedful.backends.paged_repeat import Repeat
 
 CODES = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
 INT32_MAX = 2**31 - 1
@@ -63,24 +65,133 @@ def can_read(call: Call) -> bool:
     return call.views is None or all(view.stride(-1) == 1 or view.shape[-1] == 1 for view in call.views)
 
 
-def write(call: Call) -> None:
-    """Store the step's K and V at their slots."""
-    slots = _arrays(call.step).slots
+def run(layer: PagedImpl, call: Call) -> Repeat | None:
+    """Store the step's K and V at their slots, then attend: every row of every sequence, output and LSE."""
+    straight = _straight(call)
+    repeat = _Repeat(layer, straight)
+    scales = (call.k_scale, call.v_scale)
+    repeat.run(layer, straight.query, straight.key, straight.value, straight.views, scales, straight.output, call.lse)
+    if straight is call:
+        return repeat
+    if straight.output is not call.output:
+        call.output[: call.step.num_tokens] = straight.output[: call.step.num_tokens]
+    return None
+
+
+def _straight(call: Call) -> Call:
+    """The call itself where the elements of every row lie side by side, else with copies in which they do."""
+    key, value = (None if x is None else _rows(x) for x in (call.key, call.value))
+    query, output = _rows(call.query), call.output
+    if output.stride(-1) != 1:
+        output = output.new_empty(output.shape)
+    same = query is call.query and key is call.key and value is call.value and output is call.output
+    return call if same else replace(call, query=query, key=key, value=value, output=output)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _Repeat:
+    """See Repeat."""
+
+    __slots__ = ("_arrays", "_flat", "_form", "_value_after")
+
+    def __init__(self, layer: PagedImpl, call: Call) -> None:
+        self._arrays = _arrays(call.step)
+        self._flat = call.views is None
+        # K comes first in a cache of one tensor
+        self._value_after = call.views[1].data_ptr() - call.views[0].data_ptr() if call.views else 0
+        self._form = Form(_attention(layer, call, self._arrays), *_writes(call, self._arrays.slots))
+
+    def run(
+        self,
+        layer: PagedImpl,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: KVCache | None,
+        scales: tuple[float, float],
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """See Repeat."""
+        new_key, new_value = (0, 0) if key is None or value is None else (key.data_ptr(), value.data_ptr())
+        if self._flat or kv_cache is None:
+            key_cache, value_cache, scales = new_key, new_value, (1.0, 1.0)
+        elif isinstance(kv_cache, Tensor):
+            key_cache = kv_cache.data_ptr()
+            value_cache = key_cache + self._value_after
+        else:
+            key_cache, value_cache = kv_cache[0].data_ptr(), kv_cache[1].data_ptr()
+        slopes, sinks = layer.alibi_slopes, layer.sinks
+        step(
+            self._form,
+            operands(
+                query.data_ptr(),
+                new_key,
+                new_value,
+                key_cache,
+                value_cache,
+                output.data_ptr(),
+                0 if lse is None else lse.data_ptr(),
+                0 if slopes is None else slopes.data_ptr(),
+                0 if sinks is None else sinks.data_ptr(),
+                layer.scale,
+                *scales,
+                torch.get_num_threads(),
+            ),
+        )
+
+
+def _attention(layer: PagedImpl, call: Call, arrays: _Arrays) -> Attention:
+    key, value = call.views or (call.key, call.value)
+    assert key is not None
+    assert value is not None
+    block_size = call.step.block_size if call.views else FLAT_BLOCK
+    found = Attention(
+        q_token=call.query.stride(0),
+        q_head=call.query.stride(1),
+        k_token=key.stride(-3),
+        k_head=key.stride(-2),
+        v_token=value.stride(-3),
+        v_head=value.stride(-2),
+        o_token=call.output.stride(0),
+        o_head=call.output.stride(1),
+        query_start=arrays.query_start.data_ptr(),
+        kv_lens=arrays.kv_lens.data_ptr(),
+        key_start=arrays.key_start.data_ptr(),
+        num_seqs=len(call.step.key_lens),
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        head_size_v=layer.head_size_v,
+        block_size=block_size,
+        dtype=CODES[call.query.dtype],
+        cache_dtype=CODES[key.dtype],
+        causal=call.step.causal,
+        window=min(layer.sliding_window or 0, INT32_MAX),
+        soft_cap=layer.logits_soft_cap or 0.0,
+    )
+    if arrays.tables is not None:
+        found.k_block, found.v_block = key.stride(0), value.stride(0)
+        found.block_tables, found.table_stride = arrays.tables.data_ptr(), arrays.tables.stride(0)
+    if call.lse is not None:
+        found.lse_token, found.lse_head = call.lse.stride()
+    return found
+
+
+def _writes(call: Call, slots: Tensor | None) -> tuple[Write, Write]:
     if slots is None or call.views is None or call.key is None or call.value is None:
-        return
-    pairs = ((call.key, call.views[0], call.k_scale), (call.value, call.views[1], call.v_scale))
-    for x, view, scale in pairs:
-        rows = x if x.stride(-1) == 1 else x.contiguous()
-        write_cache(_write(rows, view, slots, scale))
+        return Write(), Write()
+    return _write(call.key, call.views[0], slots), _write(call.value, call.views[1], slots)
 
 
-def _write(rows: Tensor, view: Tensor, slots: Tensor, scale: float) -> Write:
+def _write(rows: Tensor, view: Tensor, slots: Tensor) -> Write:
     block, token, head, _ = view.stride()
     return Write(
-        source=rows.data_ptr(),
         s_token=rows.stride(0),
         s_head=rows.stride(1),
-        cache=view.data_ptr(),
         c_block=block,
         c_head=head,
         c_token=token,
@@ -91,76 +202,4 @@ def _write(rows: Tensor, view: Tensor, slots: Tensor, scale: float) -> Write:
         block_size=view.shape[1],
         dtype=CODES[rows.dtype],
         cache_dtype=CODES[view.dtype],
-        scale=scale,
     )
-
-
-def run(layer: PagedImpl, call: Call) -> None:
-    """Attend: every row of every sequence, output and LSE."""
-    step, arrays = call.step, _arrays(call.step)
-    query = _rows(call.query)
-    output = call.output if call.output.stride(-1) == 1 else call.output.new_empty(call.output.shape)
-    key, value, strides = _keys(call)
-    request = Attention(
-        query=query.data_ptr(),
-        q_token=query.stride(0),
-        q_head=query.stride(1),
-        key=key.data_ptr(),
-        value=value.data_ptr(),
-        output=output.data_ptr(),
-        o_token=output.stride(0),
-        o_head=output.stride(1),
-        query_start=arrays.query_start.data_ptr(),
-        kv_lens=arrays.kv_lens.data_ptr(),
-        key_start=arrays.key_start.data_ptr(),
-        num_seqs=len(step.key_lens),
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.head_size,
-        head_size_v=layer.head_size_v,
-        block_size=step.block_size or FLAT_BLOCK,
-        dtype=CODES[query.dtype],
-        cache_dtype=CODES[key.dtype],
-        causal=step.causal,
-        window=min(layer.sliding_window or 0, INT32_MAX),
-        scale=layer.scale,
-        soft_cap=layer.logits_soft_cap or 0.0,
-        k_scale=call.k_scale if call.views is not None else 1.0,
-        v_scale=call.v_scale if call.views is not None else 1.0,
-        threads=torch.get_num_threads(),
-        **strides,
-    )
-    if arrays.tables is not None:
-        request.block_tables, request.table_stride = arrays.tables.data_ptr(), arrays.tables.stride(0)
-    if layer.alibi_slopes is not None:
-        request.alibi_slopes = layer.alibi_slopes.data_ptr()
-    if layer.sinks is not None:
-        request.sinks = layer.sinks.data_ptr()
-    if call.lse is not None:
-        request.lse = call.lse.data_ptr()
-        request.lse_token, request.lse_head = call.lse.stride()
-    attend(request)
-    if output is not call.output:
-        call.output[: step.num_tokens] = output[: step.num_tokens]
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _keys(call: Call) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """Keys, values and their strides: of the cache, or of the step's own rows."""
-    if call.views is not None and call.step.tables is not None:
-        key, value = call.views
-        names = ("block", "token", "head")
-        sides = (("k", key.stride()), ("v", value.stride()))
-        return (
-            key,
-            value,
-            {f"{side}_{name}": stride for side, s in sides for name, stride in zip(names, s, strict=False)},
-        )
-    assert call.key is not None
-    assert call.value is not None
-    key, value = _rows(call.key), _rows(call.value)
-    strides = {"k_token": key.stride(0), "k_head": key.stride(1), "v_token": value.stride(0), "v_head": value.stride(1)}
-    return key, value, strides

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from heedful.backends.base import AttentionBackend
+    from heedful.backends.paged_repeat import Repeat
     from heedful.types import SelectionRequest
 
 QUERY_TILE = 256
@@ -44,23 +45,19 @@ class TorchSdpaImpl(PagedImpl):
         """See AttentionImpl. The variant is chosen here, once: the first that claims the layer and can be loaded."""
         super().__init__(*args, **options)
         self.kernels = _kernels(self.backend, self.request)
+        self.repeats = self.kernels is not None
 
-    def write(self, call: Call) -> None:
-        """See PagedImpl."""
-        kernels = self._kernels_for(call)
-        if kernels is not None:
-            kernels.write(call)
-        else:
-            super().write(call)
-
-    def attend(self, call: Call) -> None:
-        """See PagedImpl."""
+    def run(self, call: Call) -> Repeat | None:
+        """See PagedImpl. The kernels, unless this call's cache is one that only torch can read."""
         if call.query.device.type != "cpu":
             raise BadInputError(f"TORCH_SDPA runs on the CPU, but query is on {call.query.device}; move it to the CPU")
-        kernels = self._kernels_for(call)
-        if kernels is not None:
-            kernels.run(self, call)
-            return
+        if self.kernels is not None and self.kernels.can_read(call):
+            repeat: Repeat | None = self.kernels.run(self, call)
+            return repeat
+        return super().run(call)
+
+    def attend(self, call: Call) -> None:
+        """See PagedImpl: what torch computes."""
         rules = self._rules(call)
         row_bytes = 4 * (self.head_size + self.head_size_v)
         work = plan(call.step, rules, self.num_kv_heads, row_bytes, exact=self.kv_cache_dtype == "auto")
@@ -70,11 +67,6 @@ class TorchSdpaImpl(PagedImpl):
             self._attend_single(call, single, rules)
         if work.unseeing.numel():
             self._fill_unseeing(call, work.unseeing)
-
-    def _kernels_for(self, call: Call) -> ModuleType | None:
-        """The layer's kernels, unless this call's cache is one that only torch can read."""
-        usable = self.kernels is not None and call.query.device.type == "cpu" and self.kernels.can_read(call)
-        return self.kernels if usable else None
 
     def _rules(self, call: Call) -> Rules:
         slopes = self.alibi_slopes

@@ -130,6 +130,7 @@ def put(tensor, at, value):
         ("seq_lens", lambda t: put(t, 1, 3), r"^sequence 1: seq_len 3 is not context_len 0 \+ query_len 2"),
         ("seq_lens", lambda t: t.long(), "seq_lens is torch.int64"),
         ("seq_lens", lambda t: None, "seq_lens is None"),
+        ("seq_lens", lambda t: t.tolist(), r"seq_lens is \[9, 2, 9\]; it must be int32"),
         ("context_lens", lambda t: put(t, 0, -1), "^sequence 0: seq_len 9 and context_len -1"),
         ("query_start_loc", lambda t: put(t, 2, 5), "^sequence 1: query_start_loc falls from 6 to 5"),
         ("query_start_loc", lambda t: put(t, 0, 1), "begins at 1"),

@@ -7,6 +7,6 @@ Importing this package loads the compiled library and raises ImportError where i
 
 from __future__ import annotations
 
-from heedful.kernels.cpu.library import Attention, Write, attend, chosen_isa, isas, write_cache
+from heedful.kernels.cpu.library import Attention, Form, Write, attend, chosen_isa, isas, operands, step, write_cache
 
-__all__ = ["Attention", "Write", "attend", "chosen_isa", "isas", "write_cache"]
+__all__ = ["Attention", "Form", "Write", "attend", "chosen_isa", "isas", "operands", "step", "write_cache"]

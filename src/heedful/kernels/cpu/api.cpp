@@ -255,6 +255,21 @@ extern "C" int heedful_write_cache(const heedful_write* call, const char* isa) {
   return HEEDFUL_OK;
 }
 
+extern "C" int heedful_step(const heedful_form* form, const heedful_operands* o, const char* isa) {
+  const auto write = [isa](heedful_write w, const void* source, void* cache, float scale) {
+    w.source = source, w.cache = cache, w.scale = scale;
+    return w.slots ? heedful_write_cache(&w, isa) : HEEDFUL_OK;
+  };
+  if (int status = write(form->key, o->key, o->key_cache, o->k_scale)) return status;
+  if (int status = write(form->value, o->value, o->value_cache, o->v_scale)) return status;
+  heedful_attention a = form->attention;
+  a.query = o->query, a.key = o->key_cache, a.value = o->value_cache;
+  a.output = o->output, a.lse = o->lse;
+  a.alibi_slopes = o->alibi_slopes, a.sinks = o->sinks;
+  a.scale = o->scale, a.k_scale = o->k_scale, a.v_scale = o->v_scale, a.threads = o->threads;
+  return heedful_attend(&a, isa);
+}
+
 extern "C" const char* heedful_isas(void) {
   static const std::string text = [] {
     std::string all;

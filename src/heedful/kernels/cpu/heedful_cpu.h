@@ -55,6 +55,23 @@ struct heedful_write {
 };
 HEEDFUL_API int heedful_write_cache(const struct heedful_write* call, const char* isa);
 
+// A layer's step: its keys and values go to their slots, then it attends. What a whole step and all layers alike share
+// stands in the form, its addresses, scales and threads left out: the operands have those.
+struct heedful_form {
+  struct heedful_attention attention;
+  struct heedful_write key, value;  // no slots: nothing is written
+};
+struct heedful_operands {
+  const void *query, *key, *value;  // key, value: rows to write
+  void *key_cache, *value_cache;    // flat keys and values where the form has no block tables
+  void* output;
+  float* lse;
+  const float *alibi_slopes, *sinks;
+  float scale, k_scale, v_scale;
+  int32_t threads;
+};
+HEEDFUL_API int heedful_step(const struct heedful_form* form, const struct heedful_operands* operands, const char* isa);
+
 enum heedful_status { HEEDFUL_OK = 0, HEEDFUL_UNKNOWN_ISA = 1, HEEDFUL_NO_MEMORY = 2 };
 
 // The instruction sets that were compiled in, best first, and whether this machine has each: "name:0 name:1 …". Beside

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from struct import Struct
 from typing import Final
 
 from heedful.errors import BadInputError, did_you_mean
@@ -87,11 +88,23 @@ class Write(ctypes.Structure):
     )
 
 
+class Form(ctypes.Structure):
+    """struct heedful_form: a layer's step without the addresses, scales and threads of a call."""
+
+    _fields_ = (("attention", Attention), ("key", Write), ("value", Write))
+
+
+operands: Final = Struct("9P3fi").pack
+"""struct heedful_operands as bytes: query, key, value, key_cache, value_cache, output, lse, alibi_slopes, sinks; scale,
+k_scale, v_scale; threads. 0 is a null pointer."""
+
+
 def _load() -> ctypes.CDLL:
     path = _path()
     library = ctypes.CDLL(str(path))
     library.heedful_attend.argtypes = (ctypes.POINTER(Attention), ctypes.c_char_p)
     library.heedful_write_cache.argtypes = (ctypes.POINTER(Write), ctypes.c_char_p)
+    library.heedful_step.argtypes = (ctypes.POINTER(Form), ctypes.c_char_p, ctypes.c_char_p)
     library.heedful_isas.restype = ctypes.c_char_p
     return library
 
@@ -128,12 +141,22 @@ def isas() -> dict[str, bool]:
 
 def chosen_isa() -> str:
     """The instruction set that runs: HEEDFUL_CPU_ISA, else the best of this machine. ``naive`` is the plain loops."""
-    asked = os.environ.get("HEEDFUL_CPU_ISA")
-    return _checked(asked) if asked is not None else next(name for name, here in isas().items() if here)
+    return _checked(_asked())
+
+
+def _asked() -> str | None:
+    """HEEDFUL_CPU_ISA as it is now. os.environ says None by way of two exceptions, 2 µs in every call of a kernel."""
+    try:
+        found: bytes | None = os.environ._data.get(b"HEEDFUL_CPU_ISA")  # type: ignore[attr-defined]
+    except AttributeError:  # another object took its place
+        return os.environ.get("HEEDFUL_CPU_ISA")
+    return None if found is None else os.fsdecode(found)
 
 
 @lru_cache(maxsize=16)
-def _checked(asked: str) -> str:
+def _checked(asked: str | None) -> str:
+    if asked is None:
+        return next(name for name, here in isas().items() if here)
     known = [*isas(), NAIVE]
     if asked not in known:
         hint = did_you_mean(asked, known)
@@ -154,8 +177,17 @@ def write_cache(call: Write) -> None:
     _run(_LIBRARY.heedful_write_cache, call)
 
 
+def step(form: Form, operands: bytes) -> None:
+    """Write, then attend, in one call: what a form leaves out is in the operands. As for ``attend``, all is checked."""
+    isa = chosen_isa()
+    _judge(_LIBRARY.heedful_step(form, operands, isa.encode()), isa)
+
+
 def _run(function: object, call: Attention | Write) -> None:
     isa = chosen_isa()
-    status: int = function(ctypes.byref(call), isa.encode())  # type: ignore[operator]
+    _judge(function(ctypes.byref(call), isa.encode()), isa)  # type: ignore[operator]
+
+
+def _judge(status: int, isa: str) -> None:
     if status:
         raise MemoryError(_FAILURES.get(status, f"status {status}").format(isa=isa))
