@@ -178,7 +178,8 @@ struct DecodeTiles : Cached<T> {
     if constexpr (R == 4)
       for (int i = 0; i < 8; i++) {  // 16 keys of a row in each: two of them are a row of a tile
         const int g = i / 4 * 2;
-        store(p + i / 4 * kTileWords + i % 4 * 16, _mm512_inserti64x4((__m512i)square[g * 4 + i % 4], _mm512_castsi512_si256((__m512i)square[(g + 1) * 4 + i % 4]), 1));
+        const __m512i next = (__m512i)square[(g + 1) * 4 + i % 4];
+        store(p + i / 4 * kTileWords + i % 4 * 16, _mm512_inserti64x4((__m512i)square[g * 4 + i % 4], _mm512_castsi512_si256(next), 1));
       }
   }
   void rescale(float* sums, vf factor) const {

@@ -4,6 +4,8 @@
 // A unit is a stretch of query tokens of one sequence for one KV head. Keys are packed a panel at a time, so scratch
 // memory does not grow with the context. Then every tile of rows passes over the panel.
 #pragma once
+#include <type_traits>
+
 #include "products.h"
 #include "tiles.h"
 
