@@ -16,6 +16,7 @@ from heedful.backends import paged_arguments as arguments
 from heedful.backends.base import AttentionBackend, AttentionImpl, AttentionMetadata, refuse_unknown, refuse_unsupported
 from heedful.backends.paged import cache_dtype, cache_parts, validate_metadata, write_cache
 from heedful.errors import BadInputError, UnsupportedError
+from heedful.memory import check_apart, check_no_gradient, check_unshared
 from heedful.types import AttentionType, Reason, ReasonCode, SelectionRequest, check_request
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class PagedImpl(AttentionImpl):
     ) -> torch.Tensor:
         """See AttentionImpl."""
         refuse_unknown(f"{type(self).__name__}.forward()", unknown, AttentionImpl.forward)
+        check_no_gradient((("query", query), ("key", key), ("value", value), ("output", output)))
         with torch.no_grad():
             scales = self._scales(k_scale, v_scale)
             answer = self._answer(query, output)
@@ -158,6 +160,8 @@ class PagedImpl(AttentionImpl):
         lse = self._lse(output_lse, q)
         step = validate_metadata(metadata, kind, len(q), None if k is None else len(k), num_blocks, block_size)
         out = answer.view(len(answer), self.num_heads, self.head_size_v)
+        caches = () if views is None else (("the K cache", views[0]), ("the V cache", views[1]))
+        check_apart((("output", out), ("output_lse", lse)), (("query", q), ("key", k), ("value", v), *caches))
         return Call(q, k, v, views, step, kind, *scales, out, lse)
 
     def _scales(self, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor) -> tuple[float, float]:
@@ -177,7 +181,8 @@ class PagedImpl(AttentionImpl):
             raise BadInputError(f"query is {arguments.name_of(q.dtype)}; give one of {words}")
         heads, size = self.num_heads, self.head_size_v
         if output is None:
-            return q.new_empty((len(q), heads * size) if query.dim() == 2 else (len(q), heads, size))
+            shape = (len(q), heads * size) if query.dim() == 2 else (len(q), heads, size)
+            return torch.empty(shape, dtype=q.dtype, device=q.device)
         flat = isinstance(output, torch.Tensor) and output.dim() == 2
         shape = (len(q), heads * size) if flat else (len(q), heads, size)
         return arguments.writable("output", output, shape, q.dtype, q.device)
@@ -202,8 +207,7 @@ class PagedImpl(AttentionImpl):
 
     def _views(self, kv_cache: KVCache, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The cache as checked views, or None in the profiling run, where the cache is empty."""
-        if not isinstance(kv_cache, (torch.Tensor, tuple, list)):
-            raise BadInputError(f"kv_cache is {type(kv_cache).__name__}; give a tensor [2, ...] or a (K, V) pair")
+        arguments.check_cache(kv_cache)
         if all(part.numel() == 0 for part in cache_parts(kv_cache)):
             return None
         views = self.backend.kv_views(kv_cache)
@@ -212,6 +216,7 @@ class PagedImpl(AttentionImpl):
         dtype = cache_dtype(self.kv_cache_dtype, query.dtype)
         for name, view, size in (("K", views[0], self.head_size), ("V", views[1], self.head_size_v)):
             self._check_view(name, view, size, dtype, query.device)
+        arguments.check_sides(*views)
         if views[0].shape[:2] != views[1].shape[:2]:
             raise BadInputError(
                 f"the K cache has pages {list(views[0].shape[:2])}, the V cache {list(views[1].shape[:2])}"
@@ -227,6 +232,7 @@ class PagedImpl(AttentionImpl):
             raise BadInputError(f"the {name} cache is {arguments.name_of(view.dtype)}, but {asked}")
         if view.device != device:
             raise BadInputError(f"the {name} cache is on {view.device}, but query is on {device}")
+        check_unshared(f"the {name} cache", view)
 
     def _lse(self, output_lse: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
         if output_lse is None:
