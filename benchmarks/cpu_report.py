@@ -114,7 +114,8 @@ def _where(results: dict) -> str:
         "Milliseconds, the least of all calls: CPU time on one thread, wall time on two. *Over best*: how many times "
         "as fast as the best peer of the row. *Read*: share of the bandwidth at which the same cache can be read; "
         "above 100 % prefetching in table order beat the plain loop. *Peak*: share of the arithmetic peak (bf16 dot "
-        "products, on AMX tiles where there are any, or fp32 multiply-add). Both peaks were measured between the same calls. *torch* has its keys in "
+        "products, on AMX tiles where there are any, or fp32 multiply-add). "
+        "Both peaks were measured between the same calls. *torch* has its keys in "
         "order already. *OpenVINO* writes the new tokens too."
     )
 

@@ -57,7 +57,7 @@ class RefusesWithAnyError(Plain):
 
 
 class AnswersNothing(Plain):
-    """Returns the output as it found it, without an error; an own one full of NaN: free memory may hold the right answer."""
+    """Returns the output as it found it, without an error; its own is NaN: freed memory may hold the right answer."""
 
     def target(self, output, query):
         return super().target(output, query) if output is not None else super().target(None, query).fill_(float("nan"))

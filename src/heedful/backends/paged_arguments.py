@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from heedful.errors import BadInputError
+from heedful.memory import check_addressable, check_unshared
 from heedful.types import AttentionType
 
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,8 +29,9 @@ def whole_number(name: str, value: Any) -> int:
 def positive_number(name: str, value: Any) -> float:
     """A float that is positive and finite; a 0-dim tensor counts as its value."""
     if isinstance(value, torch.Tensor):
-        if value.dim() != 0:
-            raise BadInputError(f"{name} is a tensor of shape {list(value.shape)}; give one number or a 0-dim tensor")
+        if value.dim() != 0 or value.is_meta:
+            form = f"shape {list(value.shape)} on {value.device}"
+            raise BadInputError(f"{name} is a tensor of {form}; give one number or a 0-dim tensor that holds it")
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise BadInputError(f"{name} is {value!r}; give one positive finite number")
@@ -46,8 +48,9 @@ def per_head(name: str, values: Any, num_heads: int, *, finite: bool) -> torch.T
         found = torch.as_tensor(values).detach().to(torch.float32)
     except (TypeError, ValueError, RuntimeError) as cause:
         raise BadInputError(f"{name} is {values!r}; give {num_heads} numbers, one a query head") from cause
-    if tuple(found.shape) != (num_heads,):
-        raise BadInputError(f"{name} has shape {list(found.shape)}; give [{num_heads}], one number a query head")
+    if tuple(found.shape) != (num_heads,) or found.is_meta:
+        where = " on meta" if found.is_meta else ""
+        raise BadInputError(f"{name} has shape {list(found.shape)}{where}; give [{num_heads}], one number a query head")
     bad = ~found.isfinite() & ((found != -math.inf) | finite)
     if bad.any():
         head = int(bad.nonzero()[0])
@@ -90,6 +93,25 @@ def writable(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, devi
         raise BadInputError(f"{name} is {got}; give {name_of(dtype)} {list(shape)}")
     if x.dtype != dtype or x.device != device:
         raise BadInputError(f"{name} is {name_of(x.dtype)} on {x.device}; give {name_of(dtype)} on {device}")
-    if any(stride == 0 and length > 1 for stride, length in zip(x.stride(), x.shape, strict=True)):
-        raise BadInputError(f"{name} has stride 0 and cannot be filled row by row; give one that owns its elements")
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise BadInputError(
+            f"{name} was made in torch.inference_mode(), where alone it may be filled; fill it there too"
+        )
+    check_addressable(name, x)
+    check_unshared(name, x)
     return x
+
+
+def check_cache(kv_cache: Any) -> None:
+    """Raise BadInputError for what is no tensor or pair, or has no memory behind it."""
+    if not isinstance(kv_cache, (torch.Tensor, tuple, list)):
+        raise BadInputError(f"kv_cache is {type(kv_cache).__name__}; give a tensor [2, ...] or a (K, V) pair")
+    for part in (kv_cache,) if isinstance(kv_cache, torch.Tensor) else kv_cache:
+        if isinstance(part, torch.Tensor):
+            check_addressable("the KV cache", part)
+
+
+def check_sides(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise BadInputError if K and V lie in one place."""
+    if key.data_ptr() and key.data_ptr() == value.data_ptr():
+        raise BadInputError("the K and the V cache are one memory, so that V overwrites K; give each its own")

@@ -15,8 +15,9 @@ import torch
 from heedful.backends import paged_arguments as arguments
 from heedful.backends.base import AttentionBackend, AttentionImpl, AttentionMetadata, refuse_unknown, refuse_unsupported
 from heedful.backends.paged import cache_dtype, cache_parts, validate_metadata, write_cache
-from heedful.backends.paged_repeat import form_of, keep, kept
+from heedful.backends.paged_repeat import Kept, cache_sides, form_of, keep, kept
 from heedful.errors import BadInputError, UnsupportedError
+from heedful.memory import Apart, check_apart, check_no_gradient, check_unshared
 from heedful.types import AttentionType, Reason, ReasonCode, SelectionRequest, check_request
 
 if TYPE_CHECKING:
@@ -136,12 +137,13 @@ class PagedImpl(AttentionImpl):
         """See AttentionImpl."""
         if unknown:
             refuse_unknown(f"{type(self).__name__}.forward()", unknown, AttentionImpl.forward)
+        check_no_gradient((("query", query), ("key", key), ("value", value), ("output", output)))
         scales = self._scales(k_scale, v_scale)
         form = None
         if self.repeats:
             form = form_of(self._alike, attn_type, query, key, value, kv_cache, output, output_lse)
         known = kept(attn_metadata, form)
-        if known is None:
+        if known is None or not known.apart.holds((output, output_lse), (query, key, value, *cache_sides(kv_cache))):
             given = (query, key, value, kv_cache, attn_metadata, scales, attn_type, output, output_lse)
             with torch.no_grad():
                 return self._checked(form, *given)
@@ -171,7 +173,8 @@ class PagedImpl(AttentionImpl):
         if pads:
             _clear(call.step, answer, output_lse)
         if repeat is not None:
-            keep(metadata, form, call.step, repeat, pads)
+            apart = Apart((output, output_lse), (query, key, value, *cache_sides(kv_cache)))
+            keep(metadata, form, Kept(call.step, repeat, pads, apart))
         return answer
 
     def _call(
@@ -197,6 +200,8 @@ class PagedImpl(AttentionImpl):
         lse = self._lse(output_lse, q)
         step = validate_metadata(metadata, kind, len(q), None if k is None else len(k), num_blocks, block_size)
         out = answer.view(len(answer), self.num_heads, self.head_size_v)
+        caches = () if views is None else (("the K cache", views[0]), ("the V cache", views[1]))
+        check_apart((("output", out), ("output_lse", lse)), (("query", q), ("key", k), ("value", v), *caches))
         return Call(q, k, v, views, step, kind, *scales, out, lse)
 
     def _scales(self, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor) -> tuple[float, float]:
@@ -225,7 +230,8 @@ class PagedImpl(AttentionImpl):
 
     def _new_answer(self, query: torch.Tensor) -> torch.Tensor:
         rows, heads, size = query.shape[0], self.num_heads, self.head_size_v
-        return query.new_empty((rows, heads * size) if query.dim() == 2 else (rows, heads, size))
+        shape = (rows, heads * size) if query.dim() == 2 else (rows, heads, size)
+        return torch.empty(shape, dtype=query.dtype, device=query.device)  # dense, whatever the query is
 
     def _keys(
         self, key: torch.Tensor | None, value: torch.Tensor | None, query: torch.Tensor, kind: AttentionType
@@ -247,8 +253,7 @@ class PagedImpl(AttentionImpl):
 
     def _views(self, kv_cache: KVCache, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The cache as checked views, or None in the profiling run, where the cache is empty."""
-        if not isinstance(kv_cache, (torch.Tensor, tuple, list)):
-            raise BadInputError(f"kv_cache is {type(kv_cache).__name__}; give a tensor [2, ...] or a (K, V) pair")
+        arguments.check_cache(kv_cache)
         if all(part.numel() == 0 for part in cache_parts(kv_cache)):
             return None
         views = self.backend.kv_views(kv_cache)
@@ -257,6 +262,7 @@ class PagedImpl(AttentionImpl):
         dtype = cache_dtype(self.kv_cache_dtype, query.dtype)
         for name, view, size in (("K", views[0], self.head_size), ("V", views[1], self.head_size_v)):
             self._check_view(name, view, size, dtype, query.device)
+        arguments.check_sides(*views)
         if views[0].shape[:2] != views[1].shape[:2]:
             raise BadInputError(
                 f"the K cache has pages {list(views[0].shape[:2])}, the V cache {list(views[1].shape[:2])}"
@@ -272,6 +278,7 @@ class PagedImpl(AttentionImpl):
             raise BadInputError(f"the {name} cache is {arguments.name_of(view.dtype)}, but {asked}")
         if view.device != device:
             raise BadInputError(f"the {name} cache is on {view.device}, but query is on {device}")
+        check_unshared(f"the {name} cache", view)
 
     def _lse(self, output_lse: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
         if output_lse is None:

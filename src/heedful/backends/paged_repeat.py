@@ -1,8 +1,9 @@
 """A call of a layer that repeats an earlier one of its step in all but addresses: it need not be checked again.
 
 Of a call's tensors the checks look at type, shape, strides, dtype and device, never at an element: what passed once
-passes again. A call that did not pass is not kept, so every one like it meets the checks and their error. What is kept
-stands on the metadata, whose values it came from, and serves every layer that checks alike.
+passes again, if its tensors lie apart in memory again. A call that did not pass is not kept, so every one like it meets
+the checks and their error. What is kept stands on the metadata, whose values it came from, and serves every layer that
+checks alike.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from heedful.backends.base import KVCache
     from heedful.backends.paged_impl import PagedImpl
     from heedful.backends.paged_step import Step
+    from heedful.memory import Apart
 
 
 class Repeat(Protocol):
@@ -41,11 +43,15 @@ class Repeat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What calls of one form do in one step, as long as the step's metadata stays as it is; pads: rows to clear."""
+    """What calls of one form do in one step, as long as the step's metadata stays as it is.
+
+    pads: rows to clear. apart: what is left to see of where a call's tensors lie.
+    """
 
     step: Step
     repeat: Repeat
     pads: bool
+    apart: Apart
 
 
 def form_of(
@@ -84,6 +90,11 @@ def kept(metadata: object, form: Hashable) -> Kept | None:
     return found if found is not None and found.step.watch.holds(metadata) else None
 
 
-def keep(metadata: AttentionMetadata, form: Hashable, step: Step, repeat: Repeat, pads: bool) -> None:
+def keep(metadata: AttentionMetadata, form: Hashable, known: Kept) -> None:
     """Let calls of the form repeat this one."""
-    metadata.step[form] = Kept(step, repeat, pads)
+    metadata.step[form] = known
+
+
+def cache_sides(kv_cache: KVCache) -> tuple[torch.Tensor, ...]:
+    """The tensors of a cache: one, or a pair."""
+    return tuple(kv_cache) if isinstance(kv_cache, (tuple, list)) else (kv_cache,)

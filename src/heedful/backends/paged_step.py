@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from operator import attrgetter, is_
+from operator import attrgetter, index, is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -92,6 +92,7 @@ _TENSORS = {
 }
 _OPTIONAL = {"encoder_seq_lens", "cross_slot_mapping", "cross_block_tables"}
 _NUMBERS = ("num_prefills", "num_decodes", "num_prefill_tokens", "num_decode_tokens", "max_query_len", "max_seq_len")
+_OPTIONAL_NUMBERS = ("num_encoder_tokens", "max_encoder_seq_len")
 
 
 _FIELDS = attrgetter(*_TENSORS, *_NUMBERS, "num_encoder_tokens", "max_encoder_seq_len")
@@ -157,19 +158,34 @@ class _Check:
 
     def _forms(self) -> None:
         for name, dtype in _TENSORS.items():
-            tensor = getattr(self.metadata, name)
-            if tensor is None and name in _OPTIONAL:
-                continue
-            dims = 2 if name.endswith("block_tables") else 1
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != dims:
-                got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor)
-                self._fail(f"{name} is {got}; it must be {str(dtype).removeprefix('torch.')} with {dims} dimension(s)")
+            self._form(name, dtype, getattr(self.metadata, name))
+        for name in (*_NUMBERS, *_OPTIONAL_NUMBERS):
+            self._number(name, getattr(self.metadata, name))
         seqs = len(self.metadata.seq_lens)
         lengths = {"query_start_loc": seqs + 1, "context_lens": seqs, "block_tables": seqs, "cross_block_tables": seqs}
         for name, length in (lengths | {"encoder_seq_lens": seqs}).items():
             tensor = getattr(self.metadata, name)
             if tensor is not None and len(tensor) != length:
                 self._fail(f"{name} has {len(tensor)} rows, but seq_lens speaks of {seqs} sequences: {length} expected")
+
+    def _form(self, name: str, dtype: torch.dtype, tensor: Any) -> None:
+        if tensor is None and name in _OPTIONAL:
+            return
+        dims = 2 if name.endswith("block_tables") else 1
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != dims:
+            is_tensor = isinstance(tensor, torch.Tensor)
+            got = f"{tensor.dtype} {list(tensor.shape)}" if is_tensor else " ".join(repr(tensor).split())
+            self._fail(f"{name} is {got}; it must be {str(dtype).removeprefix('torch.')} with {dims} dimension(s)")
+        if tensor.is_meta or tensor.layout != torch.strided:
+            self._fail(f"{name} is {tensor.layout} on {tensor.device}; give a dense tensor that holds its numbers")
+
+    def _number(self, name: str, value: Any) -> None:
+        if value is None and name in _OPTIONAL_NUMBERS:
+            return
+        try:
+            index(value)
+        except (TypeError, RuntimeError):  # a tensor on meta holds no number
+            self._fail(f"{name} is {value!r}; give a whole number")
 
     def _lengths(self) -> tuple[list[int], list[int], list[int]]:
         starts = self.metadata.query_start_loc.tolist()

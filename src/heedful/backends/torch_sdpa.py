@@ -13,7 +13,12 @@ from heedful.backends.capabilities import Capability, Sizes
 from heedful.types import DTYPES, AttentionType
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import ClassVar
+
+    import torch
+
+    from heedful.backends.base import KVCache
 
 
 _TORCH = Capability(
@@ -43,3 +48,17 @@ class TorchSdpaBackend(HndBackend):
         from heedful.backends.torch_sdpa_impl import TorchSdpaImpl
 
         return TorchSdpaImpl
+
+    @staticmethod
+    def swap_blocks(src: KVCache, dst: KVCache, pairs: torch.Tensor) -> None:
+        """See AttentionBackend; the caches may lie on two devices."""
+        from heedful.backends.torch_sdpa_blocks import swap_blocks
+
+        swap_blocks(src, dst, pairs)
+
+    @staticmethod
+    def copy_blocks(caches: Sequence[KVCache], pairs: torch.Tensor) -> None:
+        """See AttentionBackend."""
+        from heedful.backends.torch_sdpa_blocks import copy_blocks
+
+        copy_blocks(caches, pairs)

@@ -44,6 +44,11 @@ class TorchSdpaImpl(PagedImpl):
     def __init__(self, *args: Any, **options: Any) -> None:
         """See AttentionImpl. The variant is chosen here, once: the first that claims the layer and can be loaded."""
         super().__init__(*args, **options)
+        for name, numbers in (("alibi_slopes", self.alibi_slopes), ("sinks", self.sinks)):
+            if numbers is not None and not numbers.is_cpu:
+                raise BadInputError(
+                    f"TORCH_SDPA runs on the CPU, but {name} is on {numbers.device}; move it to the CPU"
+                )
         self.kernels = _kernels(self.backend, self.request)
         self.repeats = self.kernels is not None
 

@@ -1,4 +1,4 @@
-"""The paged cache: what is written where, what a step's metadata may say, and how whole blocks move."""
+"""The paged cache: what is written where, and what a step's metadata may say."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 from heedful.backends.paged import (
     CommonMetadataBuilder,
     cache_dtype,
-    copy_blocks,
     hnd_views,
     nhd_views,
     store,
-    swap_blocks,
     validate_metadata,
     write_cache,
 )
@@ -135,6 +133,14 @@ def put(tensor, at, value):
         ("query_start_loc", lambda t: put(t, 2, 5), "^sequence 1: query_start_loc falls from 6 to 5"),
         ("query_start_loc", lambda t: put(t, 0, 1), "begins at 1"),
         ("query_start_loc", lambda t: t[:-1], "query_start_loc has 3 rows"),
+        ("seq_lens", lambda t: t.to("meta"), "seq_lens is torch.strided on meta; give a dense tensor"),
+        ("block_tables", lambda t: t.to("meta"), "block_tables is torch.strided on meta"),
+        ("slot_mapping", lambda t: t.to_sparse(), "slot_mapping is torch.sparse_coo on cpu"),
+        ("num_prefills", lambda n: None, "num_prefills is None; give a whole number"),
+        ("num_prefills", lambda n: float(n), "num_prefills is 2.0; give a whole number"),
+        ("num_decode_tokens", lambda n: str(n), "num_decode_tokens is '1'; give"),
+        ("max_query_len", lambda n: torch.tensor(9, device="meta"), "max_query_len is tensor"),
+        ("max_encoder_seq_len", lambda n: "5", "max_encoder_seq_len is '5'; give"),
         ("num_prefills", lambda n: n + 1, "num_prefills 3 and num_decodes 1, but there are 3 sequences"),
         ("num_decodes", lambda n: n - 1, "^sequence 2: seq_len 9 past the num_prefills 2"),
         ("num_prefill_tokens", lambda n: n - 1, "num_prefill_tokens is 7, but query_start_loc gives 8"),
@@ -307,76 +313,3 @@ def test_a_slot_beyond_32_bits_is_written_where_it_belongs():
 def test_a_tensor_that_is_no_cache_is_an_error(cache, text):
     with pytest.raises(BadInputError, match=text):
         hnd_views(cache)
-
-
-# Whole blocks ---------------------------------------------------------------------------------------------------------
-
-CACHES = {
-    "one tensor": lambda n: torch.randn(2, n, 2, 4, 8),
-    "a pair": lambda n: (torch.randn(n, 2, 4, 8), torch.randn(n, 2, 4, 5)),
-    "fp8": lambda n: torch.randn(2, n, 2, 4, 8).to(torch.float8_e4m3fn),
-    "strided": lambda n: torch.randn(2, n, 2, 4, 16)[..., :8],
-}
-
-
-@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
-def test_swapped_blocks_arrive_bit_for_bit(make):
-    src, dst = make(4), make(6)
-    before = [part.clone() for part in dst]
-    swap_blocks(src, dst, torch.tensor([[0, 5], [3, 0], [0, 1]]))
-    for a, b, old in zip(src, dst, before, strict=True):
-        for s, d in ((0, 5), (3, 0), (0, 1)):
-            assert torch.equal(b[d].float(), a[s].float())
-        assert torch.equal(b[2:5].float(), old[2:5].float())
-
-
-@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
-def test_copied_blocks_arrive_in_every_cache(make):
-    caches = [make(5), make(7)]
-    copy_blocks(caches, torch.tensor([[0, 3], [0, 4], [1, 2]]))
-    for part in (part for cache in caches for part in cache):
-        assert torch.equal(part[3].float(), part[0].float())
-        assert torch.equal(part[4].float(), part[0].float())
-        assert torch.equal(part[2].float(), part[1].float())
-
-
-def test_no_pairs_copy_nothing():
-    cache = torch.randn(2, 4, 2, 4, 8)
-    before = cache.clone()
-    copy_blocks([cache], torch.empty(0, 2, dtype=torch.int64))
-    swap_blocks(cache, torch.randn(2, 3, 2, 4, 8), torch.empty(0, 2, dtype=torch.int64))
-    copy_blocks([], torch.tensor([[0, 1]]))
-    assert torch.equal(cache, before)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "error", "text"),
-    [
-        (torch.tensor([[0, 4]]), MetadataError, "destination block 4 is outside the cache of 4 blocks"),
-        (torch.tensor([[-1, 2]]), MetadataError, "source block -1"),
-        (torch.tensor([[0, 2], [1, 2]]), MetadataError, "block 2 is the destination of two copies"),
-        (torch.tensor([[0, 1], [1, 2]]), MetadataError, "block 1 is both a source and a destination"),
-        (torch.tensor([[2, 2]]), MetadataError, "block 2 is both"),
-        (torch.tensor([[0, 1]], dtype=torch.int32), BadInputError, r"torch.int32 \[1, 2\]"),
-        (torch.tensor([0, 1]), BadInputError, r"int64 \[2\]; give int64 \[n, 2\]"),
-    ],
-)
-def test_bad_pairs_are_an_error_before_anything_moves(pairs, error, text):
-    caches = [torch.randn(2, 9, 2, 4, 8), torch.randn(2, 4, 2, 4, 8)]
-    before = [cache.clone() for cache in caches]
-    with pytest.raises(error, match=text):
-        copy_blocks(caches, pairs)
-    assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True))
-
-
-def test_a_swap_inside_one_memory_obeys_the_rule_of_copies():
-    cache = torch.randn(2, 4, 2, 4, 8)
-    with pytest.raises(MetadataError, match="both a source and a destination"):
-        swap_blocks(cache, cache, torch.tensor([[0, 1], [1, 2]]))
-    swap_blocks(cache, torch.randn(2, 4, 2, 4, 8), torch.tensor([[0, 1], [1, 2]]))
-
-
-@pytest.mark.parametrize("other", [torch.zeros(2, 4, 2, 4, 9), torch.zeros(2, 4, 2, 4, 8, dtype=torch.float16)])
-def test_blocks_are_swapped_only_between_caches_alike(other):
-    with pytest.raises(BadInputError, match="K blocks of"):
-        swap_blocks(torch.zeros(2, 4, 2, 4, 8), other, torch.tensor([[0, 1]]))

@@ -101,15 +101,15 @@ struct Problem {
 };
 
 // The largest difference of two answers, as a share of what is allowed; NaN is more than anything.
-double share(const Problem& p, const Answer& one, const Answer& other) {
-  const double output = p.c.dtype == HEEDFUL_F32 ? 5e-6 : p.c.dtype == HEEDFUL_F16 ? 4e-3 : 3.2e-2, lse = 3e-5;
+double share(int dtype, const Answer& one, const Answer& other) {
+  const double output = dtype == HEEDFUL_F32 ? 5e-6 : dtype == HEEDFUL_F16 ? 4e-3 : 3.2e-2, lse = 3e-5;
   double most = 0;
   auto note = [&](double x, double y, double limit) {
     const double part = x == y ? 0 : fabs(x - y) / limit;
     if (!(part <= most)) most = part;
   };
-  const int size = size_of(p.c.dtype);
-  for (size_t i = 0; i < one.output.size(); i += size) note(get(&one.output[i], p.c.dtype), get(&other.output[i], p.c.dtype), output);
+  const int size = size_of(dtype);
+  for (size_t i = 0; i < one.output.size(); i += size) note(get(&one.output[i], dtype), get(&other.output[i], dtype), output);
   for (size_t i = 0; i < one.lse.size(); i++) note(one.lse[i], other.lse[i], lse);
   return most;
 }
@@ -152,13 +152,67 @@ int wrong_writes(const char* isa, int cache) {
   return wrong;
 }
 
+// Parts without keys, sizes that fill no vector: as the plain loops have it, in place too.
+double merge_share(const char* isa, int dtype, int size, int count) {
+  constexpr int tokens = 5, heads = 3;
+  std::vector<Bytes> outputs;
+  std::vector<std::vector<float>> lses;
+  for (int p = 0; p < count; p++) {
+    outputs.push_back(normals(tokens * heads * size, dtype));
+    lses.emplace_back(tokens * heads);
+    for (float& lse : lses.back()) lse = generator() % 4 ? 3 * normal() : generator() % 2 ? -INFINITY : INFINITY;
+  }
+  auto run = [&](const char* with, bool in_place) {
+    auto own_outputs = outputs;
+    auto own_lses = lses;
+    Answer found{Bytes(outputs[0].size()), std::vector<float>(tokens * heads)};
+    std::vector<heedful_state> parts;
+    auto state = [&](Bytes& o, std::vector<float>& l) { return heedful_state{o.data(), heads * size, size, l.data(), heads, 1}; };
+    for (int p = 0; p < count; p++) parts.push_back(state(own_outputs[p], own_lses[p]));
+    heedful_merge m{parts.data(), in_place ? parts.back() : state(found.output, found.lse), tokens, count, heads, size, dtype, 2};
+    if (heedful_merge_states(&m, with) != HEEDFUL_OK) own_lses.back()[0] = found.lse[0] = NAN;
+    return in_place ? Answer{own_outputs.back(), own_lses.back()} : found;
+  };
+  const Answer found = run(isa, false), again = run(isa, true);
+  const bool moved = found.output != again.output || memcmp(found.lse.data(), again.lse.data(), found.lse.size() * 4);
+  return moved ? INFINITY : share(dtype, found, run("naive", false));
+}
+int wrong_merges(const char* isa) {
+  int wrong = 0;
+  for (int dtype : {HEEDFUL_F32, HEEDFUL_BF16, HEEDFUL_F16})
+    for (int size : {1, 16, 20, 72, 128, 130})
+      for (int count : {1, 2, 7}) wrong += !(merge_share(isa, dtype, size, count) <= 1);
+  return wrong;
+}
+
+// Blocks of [2][3][4][5] elements in several memory orders, from one to another: the bytes that the plain loops move.
+int wrong_copies(const char* isa) {
+  const int64_t orders[][5] = {{120, 60, 20, 5, 1}, {120, 60, 5, 15, 1}, {240, 120, 40, 10, 2}, {1, 60, 720, 180, 12}};
+  const int64_t shape[5] = {6, 2, 3, 4, 5}, pairs[] = {1, 0, 1, 4, 3, 5};
+  int wrong = 0;
+  for (int64_t item : {1, 2, 4, 8})
+    for (const auto& source : orders)
+      for (const auto& target : orders) {
+        Bytes from(5000 * item), to[2] = {Bytes(5000 * item), Bytes(5000 * item)};
+        for (char& byte : from) byte = char(generator());
+        for (int i = 0; i < 2; i++) {
+          heedful_cache c{from.data(), to[i].data(), {}, {}, {}, item};
+          std::copy_n(source, 5, c.source_strides), std::copy_n(target, 5, c.target_strides), std::copy_n(shape, 5, c.shape);
+          const heedful_copy call{&c, pairs, 1, 3, 2};
+          wrong += heedful_copy_blocks(&call, i ? "naive" : isa) != HEEDFUL_OK;
+        }
+        wrong += to[0] != to[1] || to[0] == Bytes(5000 * item);
+      }
+  return wrong;
+}
+
 bool holds(const char* isa) {
   double most = 0;
   int faults = 0, done = 0;
   for (const Case& c : cases()) {
     const Problem p(c);
     const Answer right = p.run("naive", 1), found = p.run(isa, 1), again = p.run(isa, 3);
-    const double part = share(p, found, right);
+    const double part = share(c.dtype, found, right);
     const bool moved = found.output != again.output || memcmp(found.lse.data(), again.lse.data(), found.lse.size() * 4);
     if (!(part <= 1) || moved) {
       faults++;
@@ -168,8 +222,10 @@ bool holds(const char* isa) {
     done++;
   }
   const int writes = wrong_writes(isa, HEEDFUL_E4M3) + wrong_writes(isa, HEEDFUL_E5M2);
-  printf("%s: %d cases, %d faults, worst %.2f of what is allowed; %d wrong writes\n", isa, done, faults, most, writes);
-  return !faults && !writes;
+  const int merges = wrong_merges(isa), copies = wrong_copies(isa);
+  printf("%s: %d cases, %d faults, worst %.2f of what is allowed; wrong: %d writes, %d merges, %d copies\n", isa, done,
+         faults, most, writes, merges, copies);
+  return !faults && !writes && !merges && !copies;
 }
 
 }  // namespace

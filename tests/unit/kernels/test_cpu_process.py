@@ -93,7 +93,7 @@ def test_where_no_thread_can_be_started_the_caller_does_the_work():
     assert run(NO_THREADS.replace("{isa}", BEST_FIRST[0])) == "alone\n"
 
 
-GUARDED = """
+GUARD = """
 import ctypes, itertools, mmap, torch
 from cpu_problem import BF16, E4M3, F16, F32, Problem, kernels, using
 libc, held = ctypes.CDLL(None), []
@@ -108,7 +108,9 @@ def guarded(x):
     copy = memory[end - size : end].view(x.dtype).view(x.shape)
     copy.copy_(x)
     return copy
+"""
 
+GUARDED = """
 counts, floors = (1, 2, 3, 5, 6, 7, 62, 63, 66), 3 if "amx" in {isas} else 2
 for isa, types, count, size in itertools.product({isas}, [(F32, None), (BF16, None), (BF16, E4M3)], counts, (24, 72)):
     lens = ((1, count - 1),) if count < 8 else ((1, count - 1), (count, 0))
@@ -127,7 +129,45 @@ print("untouched")
 @pytest.mark.parametrize("isa", [*BEST_FIRST, "naive"])
 def test_nothing_is_read_past_the_end_of_a_tensor(isa):
     """The process would die of it. The address sanitizer, scripts/sanitize, sees more, but not in every commit."""
-    assert run(GUARDED.replace("{isas}", repr([isa]))) == "untouched\n"
+    assert run(GUARD + GUARDED.replace("{isas}", repr([isa]))) == "untouched\n"
+
+
+GUARDED_STATES = """
+for size, dtype, count in itertools.product((1, 3, 16, 24, 72, 130), (F32, BF16, F16), (1, 2, 5)):
+    for tokens, heads in ((1, 1), (3, 5), (17, 1)):
+        outputs = [guarded(torch.randn(tokens, heads, size).to(dtype)) for _ in range(count)]
+        lses = [guarded(torch.randn(tokens, heads)) for _ in range(count)]
+        whole = dict(output=guarded(outputs[0]), output_lse=guarded(lses[0]))
+        with using("{isa}"):
+            found = kernels.merge_states(outputs, lses, **whole)
+        assert not found[0].isnan().any()
+        held.clear()
+print("untouched")
+"""
+
+
+@pytest.mark.parametrize("isa", [*BEST_FIRST, "naive"])
+def test_a_merge_reads_and_writes_nothing_past_the_end_of_a_tensor(isa):
+    assert run(GUARD + GUARDED_STATES.replace("{isa}", isa)) == "untouched\n"
+
+
+GUARDED_BLOCKS = """
+from heedful.backends.torch_sdpa import TorchSdpaBackend
+for size, blocks in ((5, 3), (64, 3), (64, 1100)):  # the last is long enough to be written past the caches
+    cache = guarded(torch.randn(2, blocks, 2, 16, size))
+    other = tuple(guarded(torch.randn(blocks, 2, 16, size)) for _ in range(2))
+    last = torch.tensor([[i, blocks - 1 - i] for i in range(blocks)])
+    TorchSdpaBackend.copy_blocks([cache], torch.tensor([[blocks - 1, 0]]))
+    TorchSdpaBackend.swap_blocks(cache, other, last)
+    TorchSdpaBackend.swap_blocks(other, cache, last)
+    held.clear()
+print("untouched")
+"""
+
+
+@pytest.mark.parametrize("isa", [BEST_FIRST[0], "naive"])
+def test_a_block_copy_reads_and_writes_nothing_past_the_end_of_a_cache(isa):
+    assert run(GUARD + GUARDED_BLOCKS, HEEDFUL_CPU_ISA=isa) == "untouched\n"
 
 
 def test_the_first_instruction_set_that_the_machine_has_is_chosen(monkeypatch):
@@ -196,6 +236,40 @@ print(impl.kernels)
 
 def test_a_layer_runs_on_torch_where_the_library_is_not_there(tmp_path):
     assert run(ATTENDED, HEEDFUL_CPU_LIBRARY=str(tmp_path / "gone.so")) == "None\n"
+
+
+COPIED = """
+import torch
+from heedful.backends import torch_sdpa_blocks
+from heedful.backends.torch_sdpa import TorchSdpaBackend
+cache = torch.randn(2, 4, 2, 4, 8)
+TorchSdpaBackend.copy_blocks([cache], torch.tensor([[0, 3]]))
+TorchSdpaBackend.swap_blocks(cache, cache, torch.tensor([[1, 2]]))
+assert torch.equal(cache[:, 3], cache[:, 0]) and torch.equal(cache[:, 2], cache[:, 1])
+print(torch_sdpa_blocks.kernels)
+"""
+
+
+def test_blocks_are_copied_by_torch_where_the_library_is_not_there(tmp_path):
+    assert run(COPIED, HEEDFUL_CPU_LIBRARY=str(tmp_path / "gone.so")) == "None\n"
+
+
+@pytest.mark.parametrize("what", ["text", "another library"])
+def test_a_file_that_is_no_library_of_this_release_counts_as_none_and_the_record_says_why(tmp_path, what):
+    path = tmp_path / "other.so"
+    if what == "text":
+        path.write_text("not a library")
+    else:
+        other = tmp_path / "other.c"
+        other.write_text("int heedful_attend(void) { return 0; }")
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            pytest.skip("no C compiler to build another library with")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(other)], check=True)
+    assert run(ATTENDED, HEEDFUL_CPU_LIBRARY=str(path)) == "None\n"
+    chosen, record = run(SELECTED, HEEDFUL_CPU_LIBRARY=str(path), HEEDFUL_PLATFORM="cpu").split("\n", 1)
+    assert chosen == "TORCH_SDPA torch"
+    assert f"{path} is no library of this release" in "".join(record.split("\n"))
 
 
 def test_simulated_facts_choose_the_variant():

@@ -75,7 +75,6 @@ CHANGES = {
     "the word": lambda s: {"attn_type": "decoder"},
     "scales of 0-dim tensors": lambda s: {"k_scale": torch.tensor(1.0), "v_scale": torch.tensor(1.0)},
     "scales of whole numbers": lambda s: {"k_scale": 1, "v_scale": 1},
-    "rows that know their gradient": lambda s: {"query": s.normal(s.rows, HEADS, SIZE).requires_grad_()},
 }
 FP8_CHANGES = {
     "other scales": lambda s: {"k_scale": 0.25, "v_scale": 3.0},
@@ -377,6 +376,25 @@ def test_two_threads_share_a_layer_and_a_step():
         worker.join()
     for side in (0, 1):
         assert all(same(a, b) for a, b in zip(found[side], wanted[side], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda step, first: {"query": first["query"].clone().requires_grad_()}, "query requires grad"),
+        (lambda step, first: {"query": first["output"]}, "output lies in the memory of query"),
+        (lambda step, first: {"key": torch.imag(torch.zeros(first["key"].shape, dtype=torch.complex64).conj())}, "key"),
+    ],
+    ids=["gradient", "shared memory", "negated view"],
+)
+def test_what_a_form_does_not_tell_is_looked_at_in_every_call(change, error):
+    step = Step()
+    impl, first = step.impl(), step.arguments()
+    first["output"] = torch.empty(step.rows, HEADS, SIZE)
+    for _ in range(2):
+        impl.forward(**first)
+    with pytest.raises(BadInputError, match=error):
+        impl.forward(**(first | change(step, first)))
 
 
 def test_no_tensor_of_a_call_is_kept():

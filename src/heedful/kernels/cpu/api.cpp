@@ -1,4 +1,5 @@
-// Plans a call as independent units, runs them over the threads, joins the parts of long sequences.
+// Plans a call as independent units, runs them over the threads, joins the parts of long sequences. The merge of states
+// that a caller brings is planned here too.
 //
 // Where a sequence is cut follows from its own lengths alone: not from its batch mates, nor from the number of threads.
 // Threads only decide who computes which unit, and how many KV heads a unit takes, which never meet in one sum.
@@ -235,6 +236,23 @@ int attend(const heedful_attention& a, const Kernels& k) {
   return failed && units ? HEEDFUL_NO_MEMORY : HEEDFUL_OK;
 }
 
+constexpr int64_t kMergeTaken = 64 << 10;    // bytes of states that a thread takes at once
+constexpr int64_t kMergeThread = 256 << 10;  // bytes that are worth one thread more
+
+int merge(const heedful_merge& m, const Kernels& k) {
+  const int64_t rows = m.tokens * m.num_heads, row = int64_t(m.num_parts + 1) * (m.head_size * (m.dtype == HEEDFUL_F32 ? 4 : 2) + 4);
+  const int64_t taken = (kMergeTaken / row / kLanes + 1) * kLanes, wanted = rows * row / kMergeThread;
+  std::atomic<int64_t> next{0};
+  std::atomic<int> failed{0};
+  parallel(wanted < m.threads ? int(wanted) : m.threads, [&](int) {
+    float* shares = (float*)unit_scratch.need(int64_t(m.num_parts) * kLanes * sizeof(float));
+    if (!shares) failed = 1;
+    else
+      for (int64_t begin; (begin = next.fetch_add(taken)) < rows;) k.states(m, begin, begin + taken < rows ? begin + taken : rows, shares);
+  });
+  return failed ? HEEDFUL_NO_MEMORY : HEEDFUL_OK;
+}
+
 }  // namespace
 }  // namespace heedful
 
@@ -268,6 +286,15 @@ extern "C" int heedful_step(const heedful_form* form, const heedful_operands* o,
   a.alibi_slopes = o->alibi_slopes, a.sinks = o->sinks;
   a.scale = o->scale, a.k_scale = o->k_scale, a.v_scale = o->v_scale, a.threads = o->threads;
   return heedful_attend(&a, isa);
+}
+
+extern "C" int heedful_merge_states(const heedful_merge* call, const char* isa) try {
+  if (isa && !strcmp(isa, "naive")) return heedful::merge_naive(*call), HEEDFUL_OK;
+  const heedful::Isa* chosen = heedful::find_isa(isa);
+  if (!chosen) return HEEDFUL_UNKNOWN_ISA;
+  return heedful::merge(*call, *chosen->kernels);
+} catch (const std::bad_alloc&) {
+  return HEEDFUL_NO_MEMORY;
 }
 
 extern "C" const char* heedful_isas(void) {

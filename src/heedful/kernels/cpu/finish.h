@@ -124,8 +124,8 @@ inline void emit(const heedful_attention& a, int64_t token, int head, float* row
   if (!a.lse) return;
   const Denominator e = with_sink(a, head, top, exact);
   int exponent = 0;  // kept apart from the fraction: the maximum may stand far above the scores
-  const float fraction = frexpf(e.sum, &exponent);
-  a.lse[token * a.lse_token + head * a.lse_head] = e.sum == 0 ? -INFINITY : ((e.top + exponent) + log2f(fraction)) / kLog2e;
+  const float fraction = 2 * frexpf(e.sum, &exponent);  // in [1, 2): a sum of 1 leaves the maximum as it is
+  a.lse[token * a.lse_token + head * a.lse_head] = e.sum == 0 ? -INFINITY : ((e.top + (exponent - 1)) + log2f(fraction)) / kLog2e;
 }
 inline void emit(const heedful_attention& a, int64_t token, int head, float* row, float top, float sum) {
   emit(a, token, head, row, top, sum, sum);

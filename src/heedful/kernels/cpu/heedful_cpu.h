@@ -71,6 +71,40 @@ struct heedful_operands {
   int32_t threads;
 };
 HEEDFUL_API int heedful_step(const struct heedful_form* form, const struct heedful_operands* operands, const char* isa);
+// One layer's keys, values or both, of which blocks are copied: [num_blocks, 1 or 2, …three dimensions] in any stride
+// order, the last one included.
+struct heedful_cache {
+  const void* source;
+  void* target;
+  int64_t source_strides[5], target_strides[5], shape[5];  // shape[0] is not looked at
+  int64_t item;  // bytes of an element
+};
+// Copies block pairs[2 * i] of every source to block pairs[2 * i + 1] of its target, bit for bit. What is written may
+// neither be read nor written a second time. isa "naive": one byte after another; else all are the same.
+struct heedful_copy {
+  const struct heedful_cache* caches;
+  const int64_t* pairs;  // [num_pairs, 2]
+  int64_t num_caches, num_pairs;
+  int32_t threads;
+};
+HEEDFUL_API int heedful_copy_blocks(const struct heedful_copy* call, const char* isa);
+
+// Attention over some of the keys: its output and its natural-log LSE, the sink included where it holds it.
+struct heedful_state {
+  void* output;  // [tokens, num_heads, head_size]
+  int64_t o_token, o_head;
+  float* lse;  // [tokens, num_heads]
+  int64_t lse_token, lse_head;
+};
+// Joins the states of parts that share no key and of which at most one holds the sink. An LSE of -inf or +inf is a part
+// without keys; one that alone has some comes back bit for bit, none at all is 0 and -inf. `whole` may be one of them.
+struct heedful_merge {
+  const struct heedful_state* parts;  // [num_parts], only read
+  struct heedful_state whole;
+  int64_t tokens;
+  int32_t num_parts, num_heads, head_size, dtype, threads;
+};
+HEEDFUL_API int heedful_merge_states(const struct heedful_merge* call, const char* isa);
 
 enum heedful_status { HEEDFUL_OK = 0, HEEDFUL_UNKNOWN_ISA = 1, HEEDFUL_NO_MEMORY = 2 };
 

@@ -2,6 +2,7 @@
 #include "decode.h"
 #include "decode_tiles.h"
 #include "prefill.h"
+#include "states.h"
 #include "write.h"
 
 namespace heedful::HEEDFUL_ISA {
@@ -74,8 +75,9 @@ static void merge(const heedful_attention& a, const DecodeUnit& u, int parts, co
 }
 
 static void write(const heedful_write& w) { write_rows(w); }
+static void states(const heedful_merge& m, int64_t begin, int64_t end, float* shares) { merge_rows(m, begin, end, shares); }
 
 extern const Kernels kernels;
-const Kernels kernels = {takes, decode, prefill, merge, decode_scratch, prefill_scratch, write};
+const Kernels kernels = {takes, decode, prefill, merge, decode_scratch, prefill_scratch, write, states};
 
 }  // namespace heedful::HEEDFUL_ISA

@@ -99,12 +99,75 @@ operands: Final = Struct("9P3fi").pack
 k_scale, v_scale; threads. 0 is a null pointer."""
 
 
+class Cache(ctypes.Structure):
+    """struct heedful_cache: one layer's keys, values or both; five dimensions, the block first."""
+
+    _fields_ = (
+        ("source", _POINTER),
+        ("target", _POINTER),
+        ("source_strides", _I64 * 5),
+        ("target_strides", _I64 * 5),
+        ("shape", _I64 * 5),
+        ("item", _I64),
+    )
+
+
+class Copy(ctypes.Structure):
+    """struct heedful_copy: whole blocks of several caches, the same pairs in each. caches: the address of an array."""
+
+    _fields_ = (
+        ("caches", _POINTER),
+        ("pairs", _POINTER),
+        ("num_caches", _I64),
+        ("num_pairs", _I64),
+        ("threads", _I32),
+    )
+
+
+class State(ctypes.Structure):
+    """struct heedful_state: the output and LSE of attention over some of the keys."""
+
+    _fields_ = (
+        ("output", _POINTER),
+        ("o_token", _I64),
+        ("o_head", _I64),
+        ("lse", _POINTER),
+        ("lse_token", _I64),
+        ("lse_head", _I64),
+    )
+
+
+class Merge(ctypes.Structure):
+    """struct heedful_merge: the states of several parts become that of the whole. parts: the address of an array."""
+
+    _fields_ = (
+        ("parts", _POINTER),
+        ("whole", State),
+        ("tokens", _I64),
+        ("num_parts", _I32),
+        ("num_heads", _I32),
+        ("head_size", _I32),
+        ("dtype", _I32),
+        ("threads", _I32),
+    )
+
+
 def _load() -> ctypes.CDLL:
     path = _path()
-    library = ctypes.CDLL(str(path))
+    try:
+        return _declared(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError) as cause:  # no library at all, or one that lacks a function
+        raise ImportError(
+            f"{path} is no library of this release ({cause}); build it again from these sources"
+        ) from cause
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.heedful_attend.argtypes = (ctypes.POINTER(Attention), ctypes.c_char_p)
     library.heedful_write_cache.argtypes = (ctypes.POINTER(Write), ctypes.c_char_p)
     library.heedful_step.argtypes = (ctypes.POINTER(Form), ctypes.c_char_p, ctypes.c_char_p)
+    library.heedful_copy_blocks.argtypes = (ctypes.POINTER(Copy), ctypes.c_char_p)
+    library.heedful_merge_states.argtypes = (ctypes.POINTER(Merge), ctypes.c_char_p)
     library.heedful_isas.restype = ctypes.c_char_p
     return library
 
@@ -183,7 +246,17 @@ def step(form: Form, operands: bytes) -> None:
     _judge(_LIBRARY.heedful_step(form, operands, isa.encode()), isa)
 
 
-def _run(function: object, call: Attention | Write) -> None:
+def copy_blocks(call: Copy) -> None:
+    """Copy whole blocks, bit for bit. Every block must have been checked, and that nothing written is read as well."""
+    _run(_LIBRARY.heedful_copy_blocks, call)
+
+
+def merge(call: Merge) -> None:
+    """Join states. ``heedful.kernels.cpu.merge_states`` is the same for tensors, checked."""
+    _run(_LIBRARY.heedful_merge_states, call)
+
+
+def _run(function: object, call: Attention | Write | Copy | Merge) -> None:
     isa = chosen_isa()
     _judge(function(ctypes.byref(call), isa.encode()), isa)  # type: ignore[operator]
 

@@ -85,12 +85,50 @@ void row(const heedful_attention& a, int s, int i, int h) {
   if (a.lse) a.lse[(q_begin + i) * a.lse_token + h * a.lse_head] = sum == 0 ? -INFINITY : most + log(sum);
 }
 
+int64_t output_of(const heedful_state& s, int64_t token, int head) { return token * s.o_token + head * s.o_head; }
+int64_t lse_of(const heedful_state& s, int64_t token, int head) { return token * s.lse_token + head * s.lse_head; }
+
+void merge_row(const heedful_merge& m, int64_t token, int head) {
+  const int size = m.dtype == HEEDFUL_F32 ? 4 : 2;
+  const int64_t to = output_of(m.whole, token, head);
+  std::vector<const heedful_state*> parts;  // those with keys
+  double most = -INFINITY, sum = 0;
+  for (int p = 0; p < m.num_parts; p++) {
+    const double lse = m.parts[p].lse[lse_of(m.parts[p], token, head)];
+    if (isinf(lse)) continue;
+    parts.push_back(m.parts + p);
+    if (lse > most) most = lse;
+  }
+  float& lse = m.whole.lse[lse_of(m.whole, token, head)];
+  if (parts.size() == 1) {  // bit for bit: the sign of zero and a NaN's bits too
+    const char* from = (const char*)parts[0]->output + output_of(*parts[0], token, head) * size;
+    memmove((char*)m.whole.output + to * size, from, int64_t(m.head_size) * size);
+    lse = parts[0]->lse[lse_of(*parts[0], token, head)];
+    return;
+  }
+  std::vector<double> weights, total(m.head_size);
+  for (const heedful_state* part : parts) {
+    weights.push_back(exp(part->lse[lse_of(*part, token, head)] - most));
+    sum += weights.back();
+  }
+  for (int d = 0; d < m.head_size; d++)
+    for (size_t i = 0; i < parts.size(); i++)
+      total[d] += weights[i] / sum * element(parts[i]->output, output_of(*parts[i], token, head) + d, m.dtype);
+  for (int d = 0; d < m.head_size; d++) put(m.whole.output, to + d, m.dtype, total[d]);
+  lse = parts.empty() ? -INFINITY : most + log(sum);
+}
+
 }  // namespace
 
 void attend_naive(const heedful_attention& a) {
   for (int s = 0; s < a.num_seqs; s++)
     for (int i = 0; i < a.query_start[s + 1] - a.query_start[s]; i++)
       for (int h = 0; h < a.num_heads; h++) row(a, s, i, h);
+}
+
+void merge_naive(const heedful_merge& m) {
+  for (int64_t token = 0; token < m.tokens; token++)
+    for (int head = 0; head < m.num_heads; head++) merge_row(m, token, head);
 }
 
 }  // namespace heedful

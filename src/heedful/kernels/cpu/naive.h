@@ -3,4 +3,5 @@
 
 namespace heedful {
 void attend_naive(const heedful_attention& call);
+void merge_naive(const heedful_merge& call);
 }

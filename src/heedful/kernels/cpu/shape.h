@@ -9,6 +9,7 @@ constexpr int kRowTile = 64;      // query rows (tokens x heads of a group) up t
 constexpr int kUnitRows = 4096;   // query rows for which a prefill packs keys once
 constexpr int kChunk = 512;       // keys of one independent part of a long sequence
 constexpr int kMaxChunks = 32;    // parts of one sequence at most: a longer one gets longer parts
+constexpr int kLanes = 16;        // floats of the longest vector: rows whose states are merged together
 constexpr float kLog2e = 1.44269504088896341f;
 
 // One piece of a decode: keys [key_begin, key_end) seen by the query tokens [token_begin, token_end) of a sequence, for
@@ -31,6 +32,7 @@ struct Kernels {
   int64_t (*decode_scratch)(const heedful_attention&, int rows, int heads);
   int64_t (*prefill_scratch)(const heedful_attention&);
   void (*write)(const heedful_write&);
+  void (*states)(const heedful_merge&, int64_t row_begin, int64_t row_end, float* shares);
 };
 
 // Query rows of a prefill unit at most: whole tokens.

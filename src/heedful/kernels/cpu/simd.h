@@ -247,6 +247,28 @@ INLINE vf tanhv(vf x) {
 }
 
 // ---- storage types: how a vector of W elements is read as floats, and written
+// W halves as 32-bit words, and the low halves of W words. Compilers split these conversions where one instruction does.
+INLINE vu words(vh h) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+  return __builtin_convertvector(h, vu);
+#endif
+}
+INLINE vh halves(vu x) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+  return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)(x & 0xffff), (__m256i)x), 0x08));
+#elif defined(__SSE2__)
+  const __m128i low = _mm_srai_epi32(_mm_slli_epi32((__m128i)x, 16), 16);  // as signed, for a pack that saturates
+  return (vh)_mm_cvtsi128_si64(_mm_packs_epi32(low, low));
+#else
+  return __builtin_convertvector(x, vh);
+#endif
+}
 struct F32 {
   static constexpr int size = 4;
   static INLINE vf read(const void* p) { return load<vf>(p); }
@@ -255,7 +277,7 @@ struct F32 {
 };
 struct BF16 {
   static constexpr int size = 2;
-  static INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+  static INLINE vf widen(vh h) { return (vf)(words(h) << 16); }
   static INLINE vf read(const void* p) { return widen(load<vh>(p)); }
   static INLINE vf read_part(const void* p, int n) { return widen(load_part<vh>(p, n * 2)); }
   static INLINE vh narrow(vf v) {  // to nearest, ties to even; NaN stays NaN
@@ -265,7 +287,7 @@ struct BF16 {
     vu b = (vu)v;
     vu r = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
     vu nan = (b >> 16) | 0x40;
-    return __builtin_convertvector((b & 0x7fffffff) > 0x7f800000 ? nan : r, vh);
+    return halves((b & 0x7fffffff) > 0x7f800000 ? nan : r);
   }
   static INLINE void write(void* p, vf v) { store(p, narrow(v)); }
 };
@@ -278,7 +300,7 @@ struct F16 {
     return (vf)_mm256_cvtph_ps((__m128i)h);
 #else
     // exponent and fraction moved into place are 2^-112 too small; infinities and NaN get the top exponent
-    vu x = __builtin_convertvector(h, vu);
+    vu x = words(h);
     vf magnitude = (vf)((x & 0x7fff) << 13) * splat(5.192296858534828e33f);
     vu top = (x & 0x7c00) == 0x7c00 ? vu{} + 0x7f800000 : vu{};
     return (vf)((vu)magnitude | top | ((x & 0x8000) << 16));
@@ -298,7 +320,7 @@ struct F16 {
     vu r = m < 0x38800000 ? small : normal;
     r = m >= 0x477ff000 ? vu{} + 0x7c00 : r;
     r = m > 0x7f800000 ? vu{} + 0x7e00 : r;
-    return __builtin_convertvector(r | sign, vh);
+    return halves(r | sign);
 #endif
   }
   static INLINE void write(void* p, vf v) { store(p, narrow(v)); }
