@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from heedful.errors import BadInputError
+from heedful.errors import BadInputError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 BACKEND: Final = "HEEDFUL_ATTENTION_BACKEND"
 POLICY: Final = "HEEDFUL_POLICY"
 PLATFORM: Final = "HEEDFUL_PLATFORM"
 PLUGINS: Final = "HEEDFUL_PLUGINS"
 RETIRED_BACKEND: Final = "VLLM_ATTENTION_BACKEND"
+OPENVINO_DEVICE: Final = "HEEDFUL_OPENVINO_DEVICE"
+OPENVINO_DEVICES: Final = ("CPU", "GPU", "NPU")
+"""The first is what counts where the variable is not set."""
 
 _KEYS: Final = tuple(map(os.fsencode, (BACKEND, POLICY, PLUGINS, RETIRED_BACKEND)))
 _PLATFORM_KEY: Final = os.fsencode(PLATFORM)
@@ -54,3 +60,13 @@ def flag(name: str, default: bool) -> bool:
     if word not in _TRUE | _FALSE:
         raise BadInputError(f"{name}={text!r} is neither yes nor no; give 1, true, yes or on, or 0, false, no or off")
     return word in _TRUE
+
+
+def openvino_device(environ: Mapping[str, str] = os.environ) -> str:
+    """HEEDFUL_OPENVINO_DEVICE, CPU where it is not set; whether OpenVINO sees that device is not asked here."""
+    word = environ.get(OPENVINO_DEVICE, OPENVINO_DEVICES[0])
+    if word not in OPENVINO_DEVICES:
+        near = did_you_mean(word, OPENVINO_DEVICES)
+        known = ", ".join(OPENVINO_DEVICES)
+        raise BadInputError(f"{OPENVINO_DEVICE}={word!r} is no device of OpenVINO; the devices are {known}{near}")
+    return word

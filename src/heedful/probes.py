@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from heedful import libraries, nvml
+from heedful import environment, libraries, nvml
 from heedful.types import Device, Missing
 
 if TYPE_CHECKING:
@@ -179,12 +179,18 @@ def cpu(machine: Machine) -> Answer:
 
 
 def openvino(machine: Machine) -> Answer:
-    """The library, on any machine; asked for by name only."""
+    """The library, on any machine, with the device that HEEDFUL_OPENVINO_DEVICE names; asked for by name only."""
+    word = environment.openvino_device(machine.environ)
     version = libraries.installed("openvino")
     if isinstance(version, Missing):
         return _none(f"openvino: {version.cause}")
-    processor = cpu(machine).seen
-    return _found(Device("openvino", name=processor, simulated=False), f"openvino {version} on {processor}")
+    core = libraries.import_once("openvino").Core()
+    seen = [name for name in core.available_devices if name.partition(".")[0] == word]
+    if not seen:
+        there = ", ".join(core.available_devices) or "no device"
+        return _none(f"openvino {version} sees {there}, but {environment.OPENVINO_DEVICE} names {word}")
+    name = f"{word}: {core.get_property(seen[0], 'FULL_DEVICE_NAME').strip()}"
+    return _found(Device("openvino", name=name, simulated=False), f"openvino {version} on {name}")
 
 
 PROBES: Final[Mapping[str, Callable[[Machine], Answer]]] = {

@@ -83,7 +83,7 @@ def registered():
 
 
 def family_of(module):
-    """The registered backend that a file belongs to: torch_sdpa_mask stands behind torch_sdpa; None for shared code."""
+    """The registered backend that a file belongs to: torch_sdpa_plan stands behind torch_sdpa; None for shared code."""
     stems = sorted((name for name in registered()), key=len, reverse=True)
     return next((stem for stem in stems if module == stem or module.startswith(f"{stem}_")), None)
 

@@ -1,37 +1,54 @@
-"""OPENVINO: the PagedAttention operator at its own block size, the SDPA operator on gathered pages elsewhere."""
+"""OPENVINO: the PagedAttention operator at its own block size, the SDPA operator on gathered pages elsewhere.
+
+The facts; the layer is openvino_impl.py.
+"""
 
 from __future__ import annotations
 
-from heedful.backends.capabilities import EVERY_ATTN_TYPE, HALF_AND_SINGLE, Capability, Sizes, listed
-from heedful.backends.claimed import ClaimedBackend
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-_HEADS = Sizes(low=1, high=512)
+from heedful.backends.base import AttentionImpl, HndBackend
+from heedful.backends.capabilities import EVERY_ATTN_TYPE, HALF_AND_SINGLE, Capability, Sizes, listed, pairs
+from heedful.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from typing import ClassVar
+
+PAGED = Capability(
+    "paged",
+    "openvino",
+    HALF_AND_SINGLE,
+    Sizes(high=512, row_bytes=4),  # an odd bf16 head gives garbage
+    listed(32),
+    features=frozenset({"window", "alibi", "sinks"}),
+    excluded_pairs=pairs(("window", "alibi")),  # together they give a wrong answer
+    mixed_head_sizes=True,
+)
+"""What the PagedAttention operator gets right; docs/findings.md has what it gets wrong."""
+_SDPA = replace(
+    PAGED,
+    variant="sdpa",
+    head_sizes=Sizes(high=512),
+    block_sizes=Sizes(),
+    attn_types=EVERY_ATTN_TYPE,
+    excluded_pairs=frozenset(),
+)
 
 
-class OpenVinoBackend(ClaimedBackend):
+class OpenVinoBackend(HndBackend):
     """Neither operator has a soft cap or returns a log-sum-exp."""
 
     name = "OPENVINO"
     LIBRARIES = ("torch", "openvino")
-    CAPABILITIES = (
-        Capability(
-            "paged",
-            "openvino",
-            HALF_AND_SINGLE,
-            _HEADS,
-            listed(32),
-            kv_cache_dtypes=frozenset({"auto", "u8"}),
-            features=frozenset({"window", "alibi", "sinks"}),
-            mixed_head_sizes=True,
-        ),
-        Capability(
-            "sdpa",
-            "openvino",
-            HALF_AND_SINGLE,
-            _HEADS,
-            Sizes(),
-            attn_types=EVERY_ATTN_TYPE,
-            features=frozenset({"window", "alibi"}),
-            mixed_head_sizes=True,
-        ),
-    )
+    CAPABILITIES: ClassVar[tuple[Capability, ...]] = (PAGED, _SDPA)
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        """See AttentionBackend."""
+        try:
+            from heedful.backends.openvino_impl import OpenVinoImpl
+        except ImportError as cause:
+            told = f"OPENVINO cannot be built: {cause}; pip install 'heedful[openvino]'"
+            raise BackendUnavailableError(told) from cause
+        return OpenVinoImpl

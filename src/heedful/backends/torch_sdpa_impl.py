@@ -14,8 +14,8 @@ from torch import Tensor
 
 from heedful.backends.capabilities import row_reasons
 from heedful.backends.paged_impl import Call, PagedImpl
+from heedful.backends.paged_mask import Rules, Tile, bias
 from heedful.backends.torch_sdpa import TorchSdpaBackend
-from heedful.backends.torch_sdpa_mask import Rules, Tile, bias
 from heedful.backends.torch_sdpa_maths import Part, flash, join, spelt_out
 from heedful.backends.torch_sdpa_plan import Folded, Single, plan
 from heedful.backends.torch_sdpa_read import read

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from heedful.backends.torch_sdpa_mask import Mask
+    from heedful.backends.paged_mask import Mask
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from heedful.backends.torch_sdpa_mask import Rules, Tile
+from heedful.backends.paged_mask import Rules, Tile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,8 +21,14 @@ class Probe:
 
 
 def probe(platform: str) -> Probe:
-    """Allocate and add on the platform's device. Never looks at flags or at environment variables of heedful."""
+    """Allocate and add on the platform's device. Never looks at flags or at environment variables of heedful.
+
+    openvino is the exception: HEEDFUL_OPENVINO_DEVICE says where its cells run, so that is where this adds.
+    """
     import torch
+
+    if platform == "openvino":
+        return _openvino()
 
     devices = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu"}
     device = devices.get(platform)
@@ -38,3 +44,25 @@ def probe(platform: str) -> Probe:
     if total != 4:
         return Probe(None, text=f"the {platform} device adds four ones to {total}")
     return Probe(Fidelity.HARDWARE, device)
+
+
+def _openvino() -> Probe:
+    """Its tensors are the host's; whatever device computes, it is a real one."""
+    from heedful import environment, libraries
+    from heedful.types import Missing
+
+    library = libraries.import_once("openvino")
+    if isinstance(library, Missing):
+        return Probe(None, text=f"openvino cannot be imported: {library.cause}")
+    word = environment.openvino_device()
+    try:
+        ones = library.op.Constant(library.Type.f32, library.Shape([4]), [1.0] * 4)
+        given = library.op.Parameter(library.Type.f32, library.PartialShape([4]))
+        added = library.opset13.add(given, ones)
+        run = library.Core().compile_model(library.Model([added], [given], "ones"), word)
+        found = run([ones.data])[0].tolist()
+    except RuntimeError as error:
+        return Probe(None, text=f"OpenVINO's {word} does not answer: {str(error).strip().splitlines()[-1]}")
+    if found != [2.0] * 4:
+        return Probe(None, text=f"OpenVINO's {word} adds one and one to {found}")
+    return Probe(Fidelity.HARDWARE)
