@@ -181,10 +181,12 @@ def cpu(machine: Machine) -> Answer:
 def openvino(machine: Machine) -> Answer:
     """The library, on any machine, with the device that HEEDFUL_OPENVINO_DEVICE names; asked for by name only."""
     word = environment.openvino_device(machine.environ)
-    version = libraries.installed("openvino")
+    version, library = libraries.installed("openvino"), libraries.import_once("openvino")
     if isinstance(version, Missing):
         return _none(f"openvino: {version.cause}")
-    core = libraries.import_once("openvino").Core()
+    if isinstance(library, Missing):
+        return _none(f"openvino: {library.cause}")
+    core = library.Core()
     seen = [name for name in core.available_devices if name.partition(".")[0] == word]
     if not seen:
         there = ", ".join(core.available_devices) or "no device"

@@ -20,6 +20,7 @@ def fresh(monkeypatch):
         "HEEDFUL_POLICY",
         "HEEDFUL_PLATFORM",
         "HEEDFUL_PLUGINS",
+        "HEEDFUL_OPENVINO_DEVICE",
         "VLLM_ATTENTION_BACKEND",
     )
     for name in names:

@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -280,13 +281,49 @@ def test_cpu_always_answers(tmp_path):
     assert probes.cpu(machine(tmp_path / "b")).device.name == "CPU"
 
 
+class Library:
+    """OpenVINO as a machine with some devices shows it."""
+
+    def __init__(self, *devices):
+        self.devices = devices
+
+    def Core(self):
+        return SimpleNamespace(
+            available_devices=list(self.devices), get_property=lambda device, fact: f"{fact} of {device} "
+        )
+
+
+NO_OPENVINO = Missing(ReasonCode.IMPORT_FAILED, "OSError: no")
+
+
 @pytest.mark.parametrize(
-    ("fact", "simulated"), [("2026.4.1", False), (Missing(ReasonCode.IMPORT_FAILED, "OSError: no"), True)]
+    ("library", "word", "name"),
+    [
+        (Library("CPU"), None, "CPU: FULL_DEVICE_NAME of CPU"),
+        (Library("CPU", "GPU.0", "GPU.1"), "GPU", "GPU: FULL_DEVICE_NAME of GPU.0"),
+        (Library("CPU"), "NPU", None),
+        (NO_OPENVINO, None, None),
+    ],
 )
-def test_openvino_is_real_where_its_library_can_be_imported(fresh, monkeypatch, fact, simulated):
-    monkeypatch.setattr(libraries, "installed", lambda name: fact)
-    assert platforms.device_for("openvino").simulated is simulated
-    assert platforms.device_for("openvino").platform == "openvino"
+def test_openvino_is_real_where_its_library_sees_the_device_asked_for(fresh, monkeypatch, library, word, name):
+    monkeypatch.setattr(libraries, "installed", lambda _: library if library is NO_OPENVINO else "2026.4.1")
+    monkeypatch.setattr(libraries, "import_once", lambda _: library)
+    if word:
+        monkeypatch.setenv("HEEDFUL_OPENVINO_DEVICE", word)
+    found = platforms.device_for("openvino")
+    assert (found.platform, found.simulated, found.name) == ("openvino", name is None, name or "")
+    told = platforms.observations()["openvino"]
+    assert (name or (f"HEEDFUL_OPENVINO_DEVICE names {word}" if word else "OSError: no")) in told
+
+
+@pytest.mark.parametrize(("text", "near"), [("gpu", "; did you mean 'GPU'?"), ("", ""), ("CUDA", "")])
+def test_a_word_that_is_no_openvino_device_is_one_clear_error(fresh, monkeypatch, text, near):
+    monkeypatch.setenv("HEEDFUL_OPENVINO_DEVICE", text)
+    with pytest.raises(BadInputError) as caught:
+        platforms.device_for("openvino")
+    told = f"HEEDFUL_OPENVINO_DEVICE={text!r} is no device of OpenVINO; the devices are CPU, GPU, NPU"
+    assert str(caught.value).startswith(told)
+    assert near in str(caught.value)
 
 
 def detected(monkeypatch, *answering):

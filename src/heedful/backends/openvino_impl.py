@@ -88,6 +88,8 @@ class OpenVinoImpl(PagedImpl):
             return "its slot_mapping leaves a token unwritten, and the PagedAttention operator writes every token"
         if not all(view.transpose(1, 2).is_contiguous() for view in call.views):
             return "its pages do not lie side by side in memory"
+        if _lists(step).tails_shared:
+            return "another sequence has the page that a chunk ends in, whose tail the PagedAttention operator clears"
         return ""
 
     def _run_paged(self, call: Call) -> None:
@@ -100,9 +102,13 @@ class OpenVinoImpl(PagedImpl):
         caches = {"key_cache": call.views[0], "value_cache": call.views[1]}
         inputs = {name: models.shared(_flat(x[:tokens])) for name, x in rows.items()}
         inputs |= {name: models.shared(view.transpose(1, 2).detach()) for name, view in caches.items()}
-        inputs |= self._constants | _lists(call.step)
+        lists = _lists(call.step)
+        inputs |= self._constants | lists.inputs
         output = _flat(call.output[:tokens])
+        tails = None if lists.tails is None else call.views[1][lists.tails]
         self._paged_model(call.query.dtype).run(inputs, models.shared(output), self._no_pages(call.query.dtype))
+        if tails is not None and lists.tails is not None:
+            call.views[1].index_put_(lists.tails, tails)
         if output.data_ptr() != call.output.data_ptr():
             call.output[:tokens] = output.view(tokens, self.num_heads, self.head_size_v)
 
@@ -198,17 +204,23 @@ def _by_head(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Lists:
-    """A step as the operator reads it; the torch tensors are the memory of the others."""
+    """A step as the operator reads it; memory: the torch tensors behind the inputs.
+
+    tails: (block, offset) of the slots past the last key of every sequence with several new tokens, whose V the
+    operator clears. tails_shared: whether one of them may be another sequence's key.
+    """
 
     inputs: dict[str, ov.Tensor]
     memory: tuple[Tensor, ...]
+    tails: tuple[Tensor, Tensor] | None
+    tails_shared: bool
 
 
-def _lists(step: Step) -> dict[str, ov.Tensor]:
+def _lists(step: Step) -> _Lists:
     found: _Lists | None = step.derived.get("openvino")
     if found is None:
         found = step.derived["openvino"] = _made_lists(step)
-    return found.inputs
+    return found
 
 
 def _made_lists(step: Step) -> _Lists:
@@ -218,14 +230,34 @@ def _made_lists(step: Step) -> _Lists:
     queries, keys = [step.query_lens[i] for i in chosen], [step.key_lens[i] for i in chosen]
     pages = [-(-length // step.block_size) for length in keys]
     tables = [step.tables[i, :count] for i, count in zip(chosen, pages, strict=True)]
+    blocks = torch.cat(tables)
     lists = {
         "past_lens": _int32([length - count for length, count in zip(keys, queries, strict=True)]),
         "subsequence_begins": _starts(queries),
-        "block_indices": torch.cat(tables).to(torch.int32),
+        "block_indices": blocks.to(torch.int32),
         "block_indices_begins": _starts(pages),
         "max_context_len": _int32(max(keys)),
     }
-    return _Lists({name: models.shared(x) for name, x in lists.items()}, tuple(lists.values()))
+    ends = [
+        (int(table[-1]), length % step.block_size)
+        for table, count, length in zip(tables, queries, keys, strict=True)
+        if count > 1 and length % step.block_size
+    ]
+    inputs = {name: models.shared(x) for name, x in lists.items()}
+    return _Lists(inputs, tuple(lists.values()), _tails(ends, step.block_size), _any_twice(ends, blocks))
+
+
+def _tails(ends: list[tuple[int, int]], block_size: int) -> tuple[Tensor, Tensor] | None:
+    slots = [(block, offset) for block, first in ends for offset in range(first, block_size)]
+    if not slots:
+        return None
+    blocks, offsets = torch.tensor(slots).unbind(1)
+    return blocks, offsets
+
+
+def _any_twice(ends: list[tuple[int, int]], blocks: Tensor) -> bool:
+    """Whether a block that a chunk ends in stands in two tables."""
+    return bool(ends) and int(torch.isin(blocks, torch.tensor([block for block, _ in ends])).sum()) > len(ends)
 
 
 def _starts(lengths: list[int]) -> Tensor:

@@ -20,7 +20,7 @@ from heedful import environment
 from heedful.errors import BackendUnavailableError, BadInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 PAGE = 32
 """Tokens a page of the PagedAttention operator, whatever shape its cache is declared with."""
@@ -151,14 +151,17 @@ class _Inputs(list[op.Parameter]):
         return node.output(0)
 
 
-def _constant(kind: Type, shape: Sequence[int], values: Sequence[int]) -> ov.Output:
-    return op.Constant(kind, ov.Shape(list(shape)), list(values)).output(0)
+def _none(kind: Type) -> ov.Output:
+    return op.Constant(kind, ov.Shape([0]), []).output(0)
+
+
+def _zero(kind: Type) -> ov.Output:
+    return op.Constant(kind, ov.Shape([]), [0]).output(0)
 
 
 def _paged(form: PagedForm) -> ov.Model:
     """The node's 28 inputs in its own order; what attention over whole pages does not need is an empty constant."""
     inputs, dtype, i32, f32 = _Inputs(), TYPES[form.dtype], Type.i32, Type.f32
-    none, off = (lambda kind: _constant(kind, [0], [])), (lambda: _constant(i32, [], [0]))
     lists = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
     node = PagedAttention(
         [
@@ -170,14 +173,14 @@ def _paged(form: PagedForm) -> ov.Model:
             *(inputs.add(name, i32, -1) for name in lists),
             inputs.add("scale", f32),
             inputs.add("sliding_window", i32),
-            inputs.add("alibi_slopes", f32, -1) if form.alibi else none(f32),
+            inputs.add("alibi_slopes", f32, -1) if form.alibi else _none(f32),
             inputs.add("max_context_len", i32),
-            none(i32),  # score aggregation
-            *(none(i32), none(i32), none(f32)),  # rotated blocks
-            *(none(f32), off(), off()),  # sparse prefill
-            inputs.add("sinks", f32, 1, form.num_heads, 1, 1) if form.sinks else none(f32),
-            *(off(), none(i32), none(i32), none(i32)),  # eviction
-            *(none(i32), none(Type.u8), none(i32)),  # token types, bias between queries
+            _none(i32),  # score aggregation
+            *(_none(i32), _none(i32), _none(f32)),  # rotated blocks
+            *(_none(f32), _zero(i32), _zero(i32)),  # sparse prefill
+            inputs.add("sinks", f32, 1, form.num_heads, 1, 1) if form.sinks else _none(f32),
+            *(_zero(i32), _none(i32), _none(i32), _none(i32)),  # eviction
+            *(_none(i32), _none(Type.u8), _none(i32)),  # token types, bias between queries
         ]
     )
     facts = {"num_k_heads": form.num_kv_heads, "num_v_heads": form.num_kv_heads}
@@ -192,7 +195,7 @@ def _sdpa(form: SdpaForm) -> ov.Model:
     query = inputs.add("query", dtype, 1, -1, -1, form.head_size)
     key = inputs.add("key", dtype, 1, -1, -1, form.head_size)
     value = inputs.add("value", dtype, 1, -1, -1, form.head_size_v)
-    mask = inputs.add("mask", dtype, 1, -1, -1, -1) if form.masked else _constant(dtype, [], [0])
+    mask = inputs.add("mask", dtype, 1, -1, -1, -1) if form.masked else _zero(dtype)
     scale = inputs.add("scale", dtype)
     node = opset13.scaled_dot_product_attention(query, key, value, mask, scale)
     return ov.Model([op.Result(node.output(0))], inputs, "sdpa")

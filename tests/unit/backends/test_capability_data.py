@@ -92,8 +92,12 @@ FACTS = [
     ("IPEX", None, {"sliding_window": 8}, True),
     ("IPEX", None, {"alibi": True}, False),
     ("IPEX", None, {"kv_cache_dtype": "fp8"}, False),
-    ("OPENVINO", None, {"block_size": 32, "kv_cache_dtype": "u8", "sinks": True, "head_size_v": 64}, True),
-    ("OPENVINO", None, {"block_size": 16, "kv_cache_dtype": "u8"}, False),
+    ("OPENVINO", None, {"block_size": 32, "sinks": True, "head_size_v": 64}, True),
+    ("OPENVINO", None, {"block_size": 32, "kv_cache_dtype": "u8"}, False),
+    ("OPENVINO", None, {"block_size": 32, "kv_cache_dtype": "fp8"}, False),
+    ("OPENVINO", None, {"block_size": 32, "alibi": True, "sliding_window": 8}, True),
+    ("OPENVINO", None, {"block_size": 32, "head_size": 33}, True),
+    ("OPENVINO", None, {"block_size": 32, "head_size": 513}, False),
     ("OPENVINO", None, {"block_size": 32, "logits_soft_cap": 1.0}, False),
 ]
 HOME = {"ROCM_FLASH": "rocm", "PALLAS": "tpu", "IPEX": "xpu", "OPENVINO": "openvino"}
