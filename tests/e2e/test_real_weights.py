@@ -98,10 +98,10 @@ def expected(witness, prompts):
     return tokens.tolist()
 
 
-def serve(witness, prompts, options):
+def serve(witness, prompts, options, backend="TORCH_SDPA"):
     """The engine after it served all prompts, and their requests."""
     engine = Engine(ModelRunner(witness.checkpoint, options))
-    assert engine.runner.selection.backend == "TORCH_SDPA"
+    assert engine.runner.selection.backend == backend
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [engine.add(prompt, params) for prompt in prompts]
     engine.run()
@@ -124,6 +124,18 @@ def test_chunked_prefill_gives_the_same_tokens(witness, prompts, expected):
     assert engine.stats.partial_chunks >= len(prompts)
     assert engine.stats.mixed_steps > 0
     assert engine.stats.largest_step == 48
+
+
+@pytest.mark.parametrize(("block_size", "variant"), [(32, "paged"), (16, "sdpa")])
+def test_openvino_gives_the_same_tokens(witness, prompts, expected, monkeypatch, block_size, variant):
+    pytest.importorskip("openvino", reason="openvino is not installed: pip install 'heedful[openvino]'")
+    monkeypatch.setenv("HEEDFUL_PLATFORM", "openvino")
+    options = RunnerOptions(max_num_batched_tokens=256, block_size=block_size)
+    engine, requests = serve(witness, prompts, options, "OPENVINO")
+    assert engine.runner.selection.chosen.variant == variant
+    assert engine.runner.selection.device.name.startswith("CPU: ")
+    assert [request.new_tokens for request in requests] == expected
+    assert engine.stats.mixed_steps > 0
 
 
 def test_a_shared_prefix_gives_the_same_tokens_from_shared_blocks(witness, prompts, expected):

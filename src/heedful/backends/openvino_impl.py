@@ -106,7 +106,7 @@ class OpenVinoImpl(PagedImpl):
         inputs |= self._constants | lists.inputs
         output = _flat(call.output[:tokens])
         tails = None if lists.tails is None else call.views[1][lists.tails]
-        self._paged_model(call.query.dtype).run(inputs, models.shared(output), self._no_pages(call.query.dtype))
+        self._paged_model(call.query.dtype).run(inputs, models.shared(output))
         if tails is not None and lists.tails is not None:
             call.views[1].index_put_(lists.tails, tails)
         if output.data_ptr() != call.output.data_ptr():
@@ -116,9 +116,6 @@ class OpenVinoImpl(PagedImpl):
         sizes = (self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v)
         rules = (self.alibi_slopes is not None, self.sinks is not None)
         return models.model(models.PagedForm(*sizes, dtype, *rules, self.device, torch.get_num_threads()))
-
-    def _no_pages(self, dtype: torch.dtype) -> dict[str, ov.Tensor]:
-        return _no_pages(self.num_kv_heads, self.head_size, self.head_size_v, dtype)
 
     def attend(self, call: Call) -> None:
         """See PagedImpl: one sequence after another, in tiles of its queries, by the SDPA operator in fp32."""
@@ -174,7 +171,7 @@ class OpenVinoImpl(PagedImpl):
             torch.get_num_threads(),
         )
         given = {name: models.shared(x.contiguous()) for name, x in inputs.items()}
-        models.model(form).run(given | {"scale": self._constants["scale"]}, models.shared(output), {})
+        models.model(form).run(given | {"scale": self._constants["scale"]}, models.shared(output))
         heads = output[0].view(self.num_kv_heads, self.group, tokens, -1)
         return heads.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -269,16 +266,6 @@ def _not_paged(request: SelectionRequest, dtype: str, kind: str, block_size: int
     """What the PagedAttention operator's own capability row has against it."""
     asked = replace(request, dtype=dtype, attn_type=kind, block_size=block_size)
     return "; ".join(reason.text for reason in row_reasons(PAGED, asked, Device(PAGED.platform)))
-
-
-@lru_cache(maxsize=64)
-def _no_pages(num_kv_heads: int, head_size: int, head_size_v: int, dtype: torch.dtype) -> dict[str, ov.Tensor]:
-    """What an idle request holds in the place of a caller's cache."""
-    sizes = {"key_cache": head_size, "value_cache": head_size_v}
-    return {
-        name: models.shared(torch.zeros(1, num_kv_heads, models.PAGE, size, dtype=dtype))
-        for name, size in sizes.items()
-    }
 
 
 @lru_cache(maxsize=64)

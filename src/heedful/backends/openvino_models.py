@@ -48,7 +48,7 @@ def _core() -> ov.Core:
 
 
 def shared(x: torch.Tensor) -> ov.Tensor:
-    """The memory of a contiguous CPU tensor as OpenVINO's, without a copy; it keeps the memory alive."""
+    """The memory of a contiguous CPU tensor as OpenVINO's, without a copy; the object keeps it alive."""
     if x.dtype == torch.bfloat16:
         return ov.Tensor(x.view(torch.int16).numpy(), ov.Shape(list(x.shape)), Type.bf16)
     return ov.Tensor(x.numpy(), shared_memory=True)
@@ -89,8 +89,8 @@ class Model:
         self.places = {port.get_any_name(): at for at, port in enumerate(compiled.inputs)}
         self._idle: deque[ov.InferRequest] = deque()  # its pop and append are atomic
 
-    def run(self, inputs: Mapping[str, ov.Tensor], output: ov.Tensor, borrowed: Mapping[str, ov.Tensor]) -> None:
-        """Compute into output. borrowed: what takes the place of inputs that no idle request may hold on to."""
+    def run(self, inputs: Mapping[str, ov.Tensor], output: ov.Tensor) -> None:
+        """Compute into output. inputs: all of them, because an idle request points at memory that may be gone."""
         try:
             request = self._idle.pop()
         except IndexError:
@@ -99,8 +99,6 @@ class Model:
             request.set_input_tensor(self.places[name], tensor)
         request.set_output_tensor(0, output)
         request.infer()
-        for name, tensor in borrowed.items():
-            request.set_input_tensor(self.places[name], tensor)
         self._idle.append(request)
 
 
