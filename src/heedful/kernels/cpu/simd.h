@@ -247,7 +247,8 @@ INLINE vf tanhv(vf x) {
 }
 
 // ---- storage types: how a vector of W elements is read as floats, and written
-// W halves as 32-bit words, and the low halves of W words. Compilers split these conversions where one instruction does.
+// W halves as 32-bit words, the low halves of W words, W bytes as halves, W words below 256 as bytes. Compilers split these
+// conversions, those of bytes into single ones, where an instruction or two do.
 INLINE vu words(vh h) {
 #if defined(__AVX512F__)
   return (vu)_mm512_cvtepu16_epi32((__m256i)h);
@@ -267,6 +268,24 @@ INLINE vh halves(vu x) {
   return (vh)_mm_cvtsi128_si64(_mm_packs_epi32(low, low));
 #else
   return __builtin_convertvector(x, vh);
+#endif
+}
+INLINE vh halves(vb b) {
+#if defined(__AVX512F__)
+  return (vh)_mm256_cvtepu8_epi16((__m128i)b);
+#elif defined(__AVX2__)
+  return (vh)_mm_cvtepu8_epi16(_mm_cvtsi64_si128((int64_t)b));
+#else
+  return __builtin_convertvector(b, vh);
+#endif
+}
+INLINE vb bytes(vu x) {
+#if defined(__AVX512F__)
+  return (vb)_mm512_cvtepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
+  return (vb)_mm_cvtsi128_si64(_mm_packus_epi16((__m128i)halves(x), (__m128i)halves(x)));
+#else
+  return __builtin_convertvector(x, vb);
 #endif
 }
 struct F32 {
@@ -328,7 +347,7 @@ struct F16 {
 // An e5m2 byte is the high byte of an fp16.
 struct E5M2 {
   static constexpr int size = 1;
-  static INLINE vf widen(vb b) { return F16::widen(__builtin_convertvector(b, vh) << 8); }
+  static INLINE vf widen(vb b) { return F16::widen(halves(b) << 8); }
   static INLINE vf read(const void* p) { return widen(load<vb>(p)); }
   static INLINE vf read_part(const void* p, int n) { return widen(load_part<vb>(p, n)); }
 };
@@ -336,10 +355,8 @@ struct E5M2 {
 struct E4M3 {
   static constexpr int size = 1;
   static INLINE vf widen(vb b) {
-    vh h = __builtin_convertvector(b, vh);
-    vf v = F16::widen(((h & 0x80) << 8) | ((h & 0x7f) << 7)) * splat(256.f);
-    vu nan = (__builtin_convertvector(b, vu) & 0x7f) == 0x7f ? vu{} + 0x7fc00000 : vu{};
-    return (vf)((vu)v | nan);
+    const vh h = halves(b), nan = (h & 0x7f) == 0x7f ? vh{} + 0x7e00 : vh{};
+    return F16::widen(((h & 0x80) << 8) | ((h & 0x7f) << 7) | nan) * splat(256.f);
   }
   static INLINE vf read(const void* p) { return widen(load<vb>(p)); }
   static INLINE vf read_part(const void* p, int n) { return widen(load_part<vb>(p, n)); }

@@ -32,7 +32,7 @@ struct StateRows {
     for (int i = 0; i < rows; i++) x[i] = *lse(s, i);
     return x;
   }
-  void weigh() {
+  void weigh() {  // of a row without any key only the count is right, and that is all it takes
     top = splat(-INFINITY), total = vf{}, count = vi{}, only = vi{};
     for (int p = 0; p < m.num_parts; p++) {
       vf x = read_lses(m.parts[p]);
@@ -43,9 +43,8 @@ struct StateRows {
       top = vmax(x, top);
       store(shares + p * W, x);
     }
-    const vf level = top == -INFINITY ? vf{} : top;
     for (int p = 0; p < m.num_parts; p++) {
-      const vf x = load<vf>(shares + p * W), weight = exp2v((x - level) * kLog2e);
+      const vf x = load<vf>(shares + p * W), weight = exp2v((x - top) * kLog2e);
       total += weight;
       store(shares + p * W, x == -INFINITY ? splat(-1.f) : weight);
     }

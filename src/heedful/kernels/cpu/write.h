@@ -15,7 +15,7 @@ INLINE vb narrow8(vf x) {
   const vu small = (vu)((vf)magnitude + (vf)(vu{} + step)) - step;
   vu r = magnitude < (uint32_t(127 - Bias + 1) << 23) ? small : normal;
   r = magnitude > 0x7f800000 ? vu{} + 0x7f : r;
-  return __builtin_convertvector(r | ((bits >> 24) & 0x80), vb);
+  return bytes(r | ((bits >> 24) & 0x80));
 }
 template <class Source>
 INLINE void convert(const char* from, char* to, int n, const heedful_write& w) {
