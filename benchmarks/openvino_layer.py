@@ -1,9 +1,9 @@
-"""What OPENVINO's layer adds to the bare PagedAttention operator: decode of 8 sequences of 4096 keys, bf16.
+"""What OPENVINO's layer adds to the bare PagedAttention operator: decode of 8 sequences of 4096 keys, bf16, by default.
 
 Both work on the same cache and the same numbers in turns, each call with all of its arguments, as a server makes it.
-The layer's answer is held against float64 first. Figures: least and median CPU time of a call on one thread, and the
-median of what a layer's call takes more than the bare call before it. Each step has metadata of its own, so that the
-checks of a step are in the layer's time; "same step" is what every later layer of the step pays.
+The layer's answer is held against float64 first. Figures: the least and the median CPU time of a call on one thread,
+and the median of what a layer's call takes more than the bare call before it. "new step" has metadata that nothing is
+known of, so that the checks of a step are in its time; "same step" is what every later layer of the step pays.
 
     python benchmarks/openvino_layer.py [--dtype bfloat16] [--batch 8] [--keys 4096] [--rounds 30]
 """

@@ -191,8 +191,8 @@ def openvino(machine: Machine) -> Answer:
     if not seen:
         there = ", ".join(core.available_devices) or "no device"
         return _none(f"openvino {version} sees {there}, but {environment.OPENVINO_DEVICE} names {word}")
-    name = f"{word}: {core.get_property(seen[0], 'FULL_DEVICE_NAME').strip()}"
-    return _found(Device("openvino", name=name, simulated=False), f"openvino {version} on {name}")
+    name = core.get_property(seen[0], "FULL_DEVICE_NAME").strip()
+    return _found(Device("openvino", arch=word, name=name, simulated=False), f"openvino {version} on {word}: {name}")
 
 
 PROBES: Final[Mapping[str, Callable[[Machine], Answer]]] = {

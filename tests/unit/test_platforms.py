@@ -299,8 +299,8 @@ NO_OPENVINO = Missing(ReasonCode.IMPORT_FAILED, "OSError: no")
 @pytest.mark.parametrize(
     ("library", "word", "name"),
     [
-        (Library("CPU"), None, "CPU: FULL_DEVICE_NAME of CPU"),
-        (Library("CPU", "GPU.0", "GPU.1"), "GPU", "GPU: FULL_DEVICE_NAME of GPU.0"),
+        (Library("CPU"), None, "FULL_DEVICE_NAME of CPU"),
+        (Library("CPU", "GPU.0", "GPU.1"), "GPU", "FULL_DEVICE_NAME of GPU.0"),
         (Library("CPU"), "NPU", None),
         (NO_OPENVINO, None, None),
     ],
@@ -312,6 +312,7 @@ def test_openvino_is_real_where_its_library_sees_the_device_asked_for(fresh, mon
         monkeypatch.setenv("HEEDFUL_OPENVINO_DEVICE", word)
     found = platforms.device_for("openvino")
     assert (found.platform, found.simulated, found.name) == ("openvino", name is None, name or "")
+    assert str(found) == (f"openvino {word or 'CPU'}" if name else "openvino")
     told = platforms.observations()["openvino"]
     assert (name or (f"HEEDFUL_OPENVINO_DEVICE names {word}" if word else "OSError: no")) in told
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import threading
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +22,10 @@ from heedful.backends.openvino import OpenVinoBackend
 from heedful.backends.paged import CommonMetadataBuilder
 from heedful.backends.torch_sdpa import TorchSdpaBackend
 from heedful.errors import BadInputError, MetadataError, UnsupportedError
+from heedful.platforms import device_for
 from heedful.reference import reference_attention
+from heedful.selector import explain
+from heedful.types import SelectionRequest
 
 DTYPES = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 MIXED = [(6, 0, False), (20, 0, False), (40, 6, False), (21, 90, False), (1, 120, True), (1, 2, True), (3, 35, True)]
@@ -328,7 +334,32 @@ def test_a_device_that_is_not_there_is_one_clear_error(here, monkeypatch, word, 
 
 
 def test_a_tensor_elsewhere_is_an_error(here):
-    one = here(MIXED)
-    given = [x.to("meta") for x in (one.query, one.key, one.value, one.cache)]
-    with pytest.raises(BadInputError, match="move it to the CPU"):
-        one.impl().forward(*given, one.metadata)
+    call = SimpleNamespace(query=torch.empty(1, 4, 16, device="meta"))
+    with pytest.raises(BadInputError, match="query is on meta; move it to the CPU"):
+        here(MIXED).impl().run(call)
+
+
+def test_the_record_names_the_device_and_the_variant(fresh):
+    device = device_for("openvino")
+    for block_size, variant in ((32, "paged"), (16, "sdpa")):
+        record = explain(SelectionRequest(64, block_size=block_size), device).to_dict()
+        assert record["device"] == "openvino CPU"
+        assert (record["backend"], record["candidates"][0]["variant"]) == ("OPENVINO", variant)
+
+
+def test_the_page_of_findings_shows_what_the_library_does(capsys):
+    """Once this fails, OpenVINO was mended: take the row off docs/findings.md and let the capability row claim more."""
+    page = (Path(__file__).parents[3] / "docs" / "findings.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(compile(snippet, "docs/findings.md", "exec"), names)
+    assert "both" in capsys.readouterr().out
+    five_tokens = names["five_tokens"]
+    alone = [five_tokens(), five_tokens(window=3), five_tokens(slope=0.5), five_tokens(size=7)]
+    assert max(error for error, _ in alone) < 1e-6
+    assert five_tokens(window=3, slope=0.5)[0] > 0.1
+    assert five_tokens(window=99, slope=0.5)[0] > 0.1
+    assert five_tokens(torch.bfloat16)[0] < 2e-2
+    assert not five_tokens(torch.bfloat16, size=7)[0] < 0.1
+    for dtype, tail in ((torch.float32, 0), (torch.bfloat16, 0), (torch.float16, 7)):
+        assert (five_tokens(dtype)[1][5:] == tail).all()
