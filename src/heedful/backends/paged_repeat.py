@@ -64,7 +64,7 @@ def form_of(
     try:
         hash(attn_type)
         if key is None or output is None or isinstance(kv_cache, (tuple, list)):
-            cache = tuple(map(_form, kv_cache)) if isinstance(kv_cache, (tuple, list)) else _form(kv_cache)
+            cache = _pair_form(kv_cache) if isinstance(kv_cache, (tuple, list)) else _form(kv_cache)
             return (layers, attn_type, *map(_form, (query, key, value, output, lse)), cache)
         return (  # the usual call, spelt out: half as dear to make and to find
             layers, attn_type, None if lse is None else _form(lse),
@@ -80,6 +80,11 @@ def form_of(
 
 def _form(x: Any) -> Hashable:
     return None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.is_cpu)
+
+
+def _pair_form(pair: Any) -> Hashable:
+    """Where K and V are one memory the pair has a form of its own, which the checks refuse."""
+    return (*map(_form, pair), len({x.data_ptr() for x in pair}))
 
 
 def kept(metadata: object, form: Hashable) -> Kept | None:

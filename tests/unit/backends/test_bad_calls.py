@@ -237,6 +237,21 @@ def test_keys_and_values_may_not_be_one_cache(layer, scene, make):
     assert "the K and the V cache are one memory" in refused(layer, one, {"kv_cache": make(one.cache[0])})
 
 
+def test_what_lies_elsewhere_in_a_later_call_is_looked_at_again(layer, scene):
+    """Layers of one step whose tensors have the same forms share its checks; where tensors lie is not shared."""
+    one = scene(SEQS)
+    one.cache = torch.stack([one.cache[0].clone(), one.cache[1].clone()])
+    usual = given(one) | {"output": torch.zeros(ROWS, HEADS, SIZE), "kv_cache": tuple(one.cache)}
+    for _ in range(2):
+        layer.forward(**usual)
+    for name in ("query", "key", "value", "output"):
+        assert f"{name} is of layout strided without" in refused(layer, one, usual | {name: freed(usual[name])})
+    for pair in ((one.cache[0], freed(one.cache[1])), (freed(one.cache[0]), one.cache[1])):
+        assert "the KV cache is of layout strided without" in refused(layer, one, usual | {"kv_cache": pair})
+    assert "are one memory" in refused(layer, one, usual | {"kv_cache": (one.cache[0], one.cache[0])})
+    assert "output lies in the memory of query" in refused(layer, one, usual | {"query": usual["output"]})
+
+
 # Inputs of any strides are legal, if they can be read -----------------------------------------------------------------
 
 
