@@ -1,8 +1,12 @@
-// The products of a decode on AMX tiles: 64 keys of one head at a time are copied next to each other, as bf16, once for
-// all rows of queries; then scores [16 keys x rows] and sums [rows x 16 columns] are tiles.
+// The products of a decode on AMX tiles, with bf16 keys and values as they lie in the cache: a tile register takes 64
+// bytes of 16 of their rows. What does not lie so (fp8, odd sizes, a sequence's last tile) is copied as such rows first.
 //
-// Tiles have as many rows of queries as a block holds: R = 4, 8 or 16. A vector of scores holds R rows of 16 / R keys:
-// vector j, lane g * R + r is the score of row r and key g * 4R + j of the tile.
+// Scores [16 keys x R rows] are keys times queries. A value row is 32 columns, to the tile unit 16 pairs: weights (w, 0)
+// sum the even columns and (0, w) the odd ones, so values need not be interleaved. A NaN or infinity among the values
+// therefore reaches the other column of its pair too.
+//
+// Tiles have as many rows of queries as a block holds: R = 4, 8 or 16. Vector j, lane g * R + r of the scores is row r and
+// key j * 16 / R + g.
 #pragma once
 #include "decode.h"
 #include "tiles.h"
@@ -15,47 +19,49 @@ struct DecodeTiles : Cached<T> {
   using Base = Cached<T>;
   using Base::a, Base::heads, Base::k_head, Base::k_row, Base::rows, Base::u, Base::v_head, Base::v_row;
   using K = Reader<Pairs, T>;
-  using V = Columns<Pairs, T>;
-  static constexpr int kGroups = 16 / R, kVectors = kTile / kGroups;  // of keys in a vector; of scores of a tile
-  static constexpr int kSums = R * 16;                                // floats of a tile of sums
-  static constexpr int kSteps = kTile / 32;                           // tiles of keys that a product of values runs over
+  static constexpr int kKeys = 16, kSixteens = kTile / kKeys;  // of a tile register; of an item
+  static constexpr int kVectors = kTile * R / W;               // of scores of an item
+  static constexpr int kSums = R * W, kQuery = kKeys * R;      // words of a tile of sums, of queries
 
-  const int blocks, q_tiles, v_tiles;
-  int32_t* q;        // [heads][blocks][q_tiles] tiles: a word of 16 rows each
-  int32_t* k;        // [kTile / 16][q_tiles] tiles of 16 keys
-  int32_t* v;        // [kSteps][v_tiles] tiles of 16 pairs of keys
-  float* acc;        // [heads][blocks][v_tiles][R][16]
-  vf *top, *sum;     // [heads][blocks], the same for all groups; spread over the groups
+  struct Rows {  // of K or V: where each sixteen begins, and bytes between neighbours
+    const char* at[kSixteens];
+    int64_t row;
+  };
+
+  const int blocks, q_tiles, v_tiles;  // tiles of 32 elements
+  int32_t* q;        // [heads][blocks][q_tiles][16 pairs][R]
+  char *k, *v;       // [kTile] rows of q_tiles, v_tiles tiles; what was copied
+  float* acc;        // [heads][blocks][v_tiles][even, odd][R][16]
+  vf *top, *sum;     // [heads][blocks], the same for all groups of lanes; spread over them
   RowBlock* see;     // [blocks]
   float* s;          // [kVectors] vectors
-  int32_t* p;        // [kSteps] tiles of R rows
+  int32_t* p;        // [kSixteens][low, high][R][16 keys]
   TileRegisters registers{R};
 
-  static int q_tiles_of(int size) { return (size + K::elements - 1) / K::elements * K::units; }
-  static int v_tiles_of(int size) { return (size + 63) / 64 * 4; }
+  static int tiles_of(int size) { return (size + K::elements - 1) / K::elements * K::units; }
   static int blocks_of(int rows) { return (rows + R - 1) / R; }
   static int64_t scratch(const heedful_attention& a, int rows, int heads) {
-    const int64_t n = int64_t(heads) * blocks_of(rows), q_tiles = q_tiles_of(a.head_size), v_tiles = v_tiles_of(a.head_size_v);
-    return ((n + kTile / 16) * q_tiles + kSteps * v_tiles + kSteps) * kTileWords * 4 + n * (v_tiles * kSums * 4 + 2 * sizeof(vf)) +
-           blocks_of(rows) * sizeof(RowBlock) + kVectors * sizeof(vf) + 1024;
+    const int64_t n = int64_t(heads) * blocks_of(rows), q_tiles = tiles_of(a.head_size), v_tiles = tiles_of(a.head_size_v);
+    return n * (q_tiles * kQuery * 4 + v_tiles * 2 * kSums * 4 + 2 * sizeof(vf)) + kTile * (q_tiles + v_tiles) * 64 +
+           blocks_of(rows) * sizeof(RowBlock) + kVectors * sizeof(vf) + kSixteens * 2 * kSums * 4 + 1024;
   }
   DecodeTiles(const heedful_attention& a, const DecodeUnit& u, char* at)
-      : Base(a, u), blocks(blocks_of(rows)), q_tiles(q_tiles_of(a.head_size)), v_tiles(v_tiles_of(a.head_size_v)) {
-    q = take<int32_t>(at, int64_t(heads) * blocks * q_tiles * kTileWords);
-    k = take<int32_t>(at, kTile / 16 * q_tiles * kTileWords);
-    v = take<int32_t>(at, kSteps * v_tiles * kTileWords);
-    acc = take<float>(at, int64_t(heads) * blocks * v_tiles * kSums);
+      : Base(a, u), blocks(blocks_of(rows)), q_tiles(tiles_of(a.head_size)), v_tiles(tiles_of(a.head_size_v)) {
+    q = take<int32_t>(at, int64_t(heads) * blocks * q_tiles * kQuery);
+    k = take<char>(at, kTile * q_tiles * 64);
+    v = take<char>(at, kTile * v_tiles * 64);
+    acc = take<float>(at, int64_t(heads) * blocks * v_tiles * 2 * kSums);
     top = take<vf>(at, heads * blocks);
     sum = take<vf>(at, heads * blocks);
     see = take<RowBlock>(at, blocks);
     s = take<float>(at, kVectors * W);
-    p = take<int32_t>(at, kSteps * kTileWords);
+    p = take<int32_t>(at, kSixteens * 2 * kSums);
   }
   static auto lanes(int b) {
     return [b](int i) { return b * R + i % R; };
   }
 
-  // -- queries: for each word of a row, that word of all rows of a block side by side
+  // -- queries: for each pair of elements, that pair of all rows of a block side by side
   void read_queries() {
     for (int h = 0; h < heads; h++)
       for (int b = 0; b < blocks; b++)
@@ -66,75 +72,84 @@ struct DecodeTiles : Cached<T> {
     const int element = t / K::units * K::elements;
     for (int r = 0; r < R && b * R + r < rows; r++)
       K::template query<BF16>(Base::query_of(h, b * R + r, 2) + element * 2, a.head_size - element, &square[0][r], 16);
+    int32_t* to = q + ((int64_t(h) * blocks + b) * q_tiles + t) * kQuery;
     for (int i = 0; i < K::units; i++) {
       transpose(square[i]);
-      memcpy(q + ((int64_t(h) * blocks + b) * q_tiles + t + i) * kTileWords, square[i], sizeof square[i]);
+      for (int pair = 0; pair < 16; pair++, to += R) memcpy(to, &square[i][pair], R * 4);
     }
   }
 
-  // -- a tile of one head, as tiles; lines of a later one are asked for meanwhile
-  struct Lines {
-    const char* const* at;
-    int64_t head, row;
-  };
-  const char* key_row(const Tile& t, const Lines& l, int key, bool values) const {
-    if (key >= t.keys) return zero_row;
-    if (Base::direct) return l.at[key / 4] + l.head + key % 4 * l.row;
-    return values ? Base::v_at(t.first + key) + l.head : Base::k_at(t.first + key) + l.head;
+  // -- a tile of one head as rows of tiles
+  bool as_they_lie(const Tile& t, int lowest) const {
+    return T::size == 2 && a.block_tables && a.block_size % kKeys == 0 && t.first % kKeys == 0 && t.keys == kTile &&
+           lowest <= t.first && a.head_size % 32 == 0 && a.head_size_v % 32 == 0;
   }
-  static INLINE void ask(const Lines& l, int key, int bytes) {
-    const char* const at = l.at[key / 4] + l.head + key % 4 * l.row;
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+  static Rows lying(const char* const* fours, int64_t head, int64_t row) {
+    Rows found{{}, row};
+    for (int g = 0; g < kSixteens; g++) found.at[g] = fours[g * 4] + head;
+    return found;
   }
-  void copy_keys(const Tile& t, const Lines& l, const Lines& later) {
-    for (int key = 0; key < up(t.keys, 32); key++) {
-      const char* from = key_row(t, l, key, false);
-      int32_t* to = k + key / 16 * q_tiles * kTileWords + key % 16 * 16;
-      int left = a.head_size;
-      for (; left > 0; left -= K::elements, from += K::elements * T::size, to += K::units * kTileWords) {
+  static Rows in_order(const char* from, int64_t row) {
+    Rows found{{}, row};
+    for (int g = 0; g < kSixteens; g++) found.at[g] = from + g * kKeys * row;
+    return found;
+  }
+  // Rows [begin, end) of the tile, zeros elsewhere; row_of(key) is a row of `size` elements.
+  template <class F>
+  static Rows copied(char* to, int tiles, int size, int begin, int end, F row_of) {
+    const Rows found = in_order(to, tiles * 64);
+    for (int key = 0; key < up(end, 32); key++) {
+      const char* from = key < begin || key >= end ? zero_row : row_of(key);
+      for (int left = size; left > 0; left -= K::elements, from += K::elements * T::size, to += K::units * 64) {
         vi w[K::units];
         left >= K::elements ? K::read(from, w) : K::read_part(from, left, w);
-        for (int i = 0; i < K::units; i++) store(to + i * kTileWords, w[i]);
+        for (int i = 0; i < K::units; i++) store(to + i * 64, w[i]);
       }
-      ask(later, key, a.head_size * T::size);
     }
+    return found;
   }
-  void copy_values(const Tile& t, const Lines& l, const Lines& later, int begin) {
-    for (int key = 0; key < up(t.keys, 32); key += 2) {
-      const char* from[2] = {key < begin ? zero_row : key_row(t, l, key, true), key + 1 < begin ? zero_row : key_row(t, l, key + 1, true)};
-      int32_t* to = v + key / 32 * v_tiles * kTileWords + key / 2 % 16 * 16;
-      for (int left = a.head_size_v; left > 0; left -= 64, to += 4 * kTileWords) {
-        vi w[4] = {};
-        if (left >= 64) V::template read<4>(from, w);
-        else V::template read_part<4>(from, left, w);
-        for (int i = 0; i < 4; i++) store(to + i * kTileWords, w[i]);
-        for (int i = 0; i < 2; i++) from[i] += 64 * T::size;
-      }
-      ask(later, key, a.head_size_v * T::size);
-      ask(later, key + 1, a.head_size_v * T::size);
+  Rows keys_of(const Tile& t, int h, bool lie) const {
+    if (lie) return lying(t.k, h * k_head, k_row);
+    return copied(k, q_tiles, a.head_size, 0, t.keys, [&](int key) FLAT {
+      return h * k_head + (Base::direct ? t.k[key / 4] + key % 4 * k_row : Base::k_at(t.first + key));
+    });
+  }
+  Rows values_of(const Tile& t, int h, bool lie, int begin) const {
+    if (lie) return lying(t.v, h * v_head, v_row);
+    return copied(v, v_tiles, a.head_size_v, begin, t.keys, [&](int key) FLAT {
+      return h * v_head + (Base::direct ? t.v[key / 4] + key % 4 * v_row : Base::v_at(t.first + key));
+    });
+  }
+  // Lines of a later tile, in the order of their addresses, as many as are due after one of `tiles` products of a sixteen:
+  // asked for out of order, they come a third slower.
+  struct Later {
+    const char* const* fours;
+    int64_t head, row;
+    INLINE void ask(int g, int t, int tiles) const {
+      for (int key = g * kKeys + kKeys * t / tiles; key < g * kKeys + kKeys * (t + 1) / tiles; key++)
+        for (int at = 0; at < tiles * 32 * T::size; at += 64)
+          __builtin_prefetch(fours[key / 4] + head + key % 4 * row + at, 0, 2);
     }
-  }
+  };
 
-  // -- scores: registers 0 and 1 sum 16 keys each, 2 holds words of queries, 3 and 4 keys
-  void score(const int32_t* query, int keys) const {
-    for (int c = 0; c < up(keys, 32) / 16; c += 2) {
-      const int32_t *x = k + c * q_tiles * kTileWords, *y = x + q_tiles * kTileWords;
+  // -- scores: registers 0 and 1 sum 16 keys each, 2 holds queries, 3 and 4 keys
+  template <bool Ahead>
+  void score(const int32_t* query, int keys, const Rows& x, const Later& later) const {
+    for (int g = 0; g < up(keys, 32) / kKeys; g += 2) {
       TILE_ZERO(0);
       TILE_ZERO(1);
-      for (int t = 0; t < q_tiles * kTileWords; t += kTileWords) {
-        TILE_LOAD(2, query + t);
-        TILE_LOAD(3, x + t);
+      for (int t = 0; t < q_tiles; t++) {
+        TILE_LOAD_ROWS(2, query + t * kQuery, R * 4);
+        TILE_LOAD_ROWS(3, x.at[g] + t * 64, x.row);
         TILE_DOT(0, 3, 2);
-        TILE_LOAD(4, y + t);
+        if (Ahead) later.ask(g, t, q_tiles);
+        TILE_LOAD_ROWS(4, x.at[g + 1] + t * 64, x.row);
         TILE_DOT(1, 4, 2);
+        if (Ahead) later.ask(g + 1, t, q_tiles);
       }
-      TILE_STORE(0, scores_of(c));
-      TILE_STORE(1, scores_of(c + 1));
+      TILE_STORE_ROWS(0, s + g * kQuery, R * 4);
+      TILE_STORE_ROWS(1, s + (g + 1) * kQuery, R * 4);
     }
-  }
-  float* scores_of(int sixteen) const {
-    const int key = sixteen * 16;
-    return s + key % kVectors * 16 + key / kVectors * R;
   }
 
   // -- softmax
@@ -142,8 +157,8 @@ struct DecodeTiles : Cached<T> {
   vf settle(const RowBlock& block, int first) {
     const bool edge = first < block.all_low || first + kTile > block.all_high;
     vf most = splat(-INFINITY);
-    vi key = iota() / R * kVectors + first;
-    for (int j = 0; j < kVectors; j++, key += 1) {
+    vi key = iota() / R + first;
+    for (int j = 0; j < kVectors; j++, key += W / R) {
       vf x = logits<Cap, Alibi>(a, load<vf>(s + j * W), block, key);
       if (edge) x = (key >= block.low) & (key < block.high) ? x : splat(-INFINITY);
       store(s + j * W, x);
@@ -157,48 +172,55 @@ struct DecodeTiles : Cached<T> {
     if constexpr (R <= 4) x = f(x, (vf)_mm512_shuffle_f32x4(x, x, 0xb1));
     return x;
   }
-  // Weights as words of two neighbouring keys, turned so that a row's words lie side by side.
+  // R vectors of 16 / R keys x R rows to a vector of 16 keys a row: each pass trades a bit of the row's number in the
+  // lane for one of the key's in the vector.
+  static INLINE void turn(vf* x) {
+    const vi even = iota() * 2, odd = even + 1;
+    for (int bit = 1; bit < R; bit *= 2)
+#pragma GCC unroll 16
+      for (int i = 0; i < R; i++)
+        if (!(i & bit)) {
+          const __m512 lower = (__m512)x[i], upper = (__m512)x[i + bit];
+          x[i] = (vf)_mm512_permutex2var_ps(lower, (__m512i)even, upper);
+          x[i + bit] = (vf)_mm512_permutex2var_ps(lower, (__m512i)odd, upper);
+        }
+  }
   void weights(vf reference, vf& total) {
-    const vi pairs = (vi)_mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
-                                          3, 18, 2, 17, 1, 16, 0);
-    for (int j = 0; j < kVectors; j += 32) {
-      vi square[16] = {};
-      for (int i = 0; i < 32 && i < kVectors; i += 2) {
-        const vf x = Pairs::weights(load<vf>(s + (j + i) * W) - reference), y = Pairs::weights(load<vf>(s + (j + i + 1) * W) - reference);
-        total = total + (x + y);
-        square[i / 2] = (vi)_mm512_permutexvar_epi16((__m512i)pairs, (__m512i)_mm512_cvtne2ps_pbh(y, x));
+    for (int g = 0; g < kSixteens; g++) {
+      vf x[R];
+#pragma GCC unroll 16
+      for (int i = 0; i < R; i++) {
+        x[i] = Pairs::weights(load<vf>(s + (g * R + i) * W) - reference);
+        total = total + x[i];
       }
-      transpose(square);
-      put_weights(j / 32, square);
+      turn(x);
+      int32_t* const low = p + g * 2 * kSums;
+#pragma GCC unroll 16
+      for (int i = 0; i < R; i++) {
+        const __m512i w = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x[i]));
+        store(low + i * W, (vi)w);
+        store(low + kSums + i * W, (vi)_mm512_slli_epi32(w, 16));
+      }
     }
   }
-  void put_weights(int step, const vi* square) {
-    if constexpr (R == 16) memcpy(p + step * kTileWords, square, 16 * 64);
-    if constexpr (R == 8) memcpy(p, square, 8 * 64), memcpy(p + kTileWords, square + 8, 8 * 64);
-    if constexpr (R == 4)
-      for (int i = 0; i < 8; i++) {  // 16 keys of a row in each: two of them are a row of a tile
-        const int g = i / 4 * 2;
-        const __m512i next = (__m512i)square[(g + 1) * 4 + i % 4];
-        store(p + i / 4 * kTileWords + i % 4 * 16, _mm512_inserti64x4((__m512i)square[g * 4 + i % 4], _mm512_castsi512_si256(next), 1));
-      }
-  }
   void rescale(float* sums, vf factor) const {
-    for (int t = 0; t < v_tiles; t++)
-      for (int r = 0; r < R; r++, sums += 16) store(sums, load<vf>(sums) * factor[r]);
+    for (int t = 0; t < 2 * v_tiles; t++)
+      for (int r = 0; r < R; r++, sums += W) store(sums, load<vf>(sums) * factor[r]);
   }
 
-  // -- weights times values: registers 5 and 6 sum 16 columns each, 7 holds weights, 3 and 4 values
-  void weigh(float* sums, int keys) const {
-    for (int c = 0; c < v_tiles; c += 2, sums += 2 * kSums) {
+  // -- weights times values: registers 5 and 6 sum even and odd columns, 7 holds weights, 3 values
+  template <bool Ahead>
+  void weigh(float* sums, int keys, const Rows& x, const Later& later) const {
+    for (int t = 0; t < v_tiles; t++, sums += 2 * kSums) {
       TILE_LOAD(5, sums);
       TILE_LOAD(6, sums + kSums);
-      for (int step = 0; step < up(keys, 32) / 32; step++) {
-        const int32_t* const x = v + (step * v_tiles + c) * kTileWords;
-        TILE_LOAD(7, p + step * kTileWords);
-        TILE_LOAD(3, x);
+      for (int g = 0; g < up(keys, kKeys) / kKeys; g++) {
+        TILE_LOAD_ROWS(3, x.at[g] + t * 64, x.row);
+        TILE_LOAD(7, p + g * 2 * kSums);
         TILE_DOT(5, 7, 3);
-        TILE_LOAD(4, x + kTileWords);
-        TILE_DOT(6, 7, 4);
+        TILE_LOAD(7, p + g * 2 * kSums + kSums);
+        TILE_DOT(6, 7, 3);
+        if (Ahead) later.ask(g, t, v_tiles);
       }
       TILE_STORE(5, sums);
       TILE_STORE(6, sums + kSums);
@@ -206,18 +228,20 @@ struct DecodeTiles : Cached<T> {
   }
 
   void item(const Tile& t, int h, const Tile& later, int later_head) {
-    int begin = kTile;
-    for (int b = 0; b < blocks; b++)
-      if (see[b].lowest - t.first < begin) begin = see[b].lowest - t.first;
-    copy_keys(t, {t.k, h * k_head, k_row}, {later.k, later_head * k_head, k_row});
-    copy_values(t, {t.v, h * v_head, v_row}, {later.v, later_head * v_head, v_row}, begin);
-    for (int b = 0; b < blocks; b++) block_step(t, h, b);
+    int lowest = t.first + kTile;
+    for (int b = 0; b < blocks; b++) lowest = see[b].lowest < lowest ? see[b].lowest : lowest;
+    const bool lie = as_they_lie(t, lowest);
+    const Rows x = keys_of(t, h, lie), y = values_of(t, h, lie, lowest - t.first);
+    const Later later_x{later.k, later_head * k_head, k_row}, later_y{later.v, later_head * v_head, v_row};
+    block_step<true>(t, h, 0, x, y, later_x, later_y);  // the first block of rows asks for the later tile's lines
+    for (int b = 1; b < blocks; b++) block_step<false>(t, h, b, x, y, later_x, later_y);
   }
-  void block_step(const Tile& t, int h, int b) {
+  template <bool Ahead>
+  void block_step(const Tile& t, int h, int b, const Rows& x, const Rows& y, const Later& later_x, const Later& later_y) {
     const int at = h * blocks + b;
-    float* const sums = acc + int64_t(at) * v_tiles * kSums;
+    float* const sums = acc + int64_t(at) * v_tiles * 2 * kSums;
     if (a.alibi_slopes) Base::read_slopes(see[b], h, lanes(b));
-    score(q + int64_t(at) * q_tiles * kTileWords, t.keys);
+    score<Ahead>(q + int64_t(at) * q_tiles * kQuery, t.keys, x, later_x);
     const vf now = any_settle(see[b], t.first);
     if (any(now > top[at])) {
       const vf most = vmax(now, top[at]), factor = top[at] == splat(-INFINITY) ? vf{} : exp2v(top[at] - most);
@@ -226,7 +250,7 @@ struct DecodeTiles : Cached<T> {
       rescale(sums, factor);
     }
     weights(top[at] == splat(-INFINITY) ? vf{} : top[at], sum[at]);
-    weigh(sums, t.keys);
+    weigh<Ahead>(sums, t.keys, y, later_y);
   }
   vf any_settle(const RowBlock& block, int first) {
     if (a.soft_cap) return a.alibi_slopes ? settle<true, true>(block, first) : settle<true, false>(block, first);
@@ -236,7 +260,7 @@ struct DecodeTiles : Cached<T> {
   void run() {
     read_queries();
     for (int b = 0; b < blocks; b++) see[b] = Base::rules_of(lanes(b));
-    memset(acc, 0, int64_t(heads) * blocks * v_tiles * kSums * 4);
+    memset(acc, 0, int64_t(heads) * blocks * v_tiles * 2 * kSums * 4);
     for (int i = 0; i < heads * blocks; i++) top[i] = splat(-INFINITY), sum[i] = vf{};
     Base::each_item([&](const Tile& t, int h, const Tile& later, int later_head) { item(t, h, later, later_head); });
     finish();
@@ -244,13 +268,25 @@ struct DecodeTiles : Cached<T> {
   void finish() {
     alignas(64) float row[512 + 64];
     for (int h = 0; h < heads; h++)
-      for (int r = 0; r < rows; r++) {
-        const int at = h * blocks + r / R, lane = r % R;
-        const float* const from = acc + int64_t(at) * v_tiles * kSums + lane * 16;
-        for (int c = 0; c < v_tiles * 16; c += 4) store(row + (c & ~63) + V::column(c & 63), load<v4>(from + c / 16 * kSums + c % 16));
+      for (int b = 0; b < blocks; b++) {
+        const int at = h * blocks + b;
         const vf total = over_groups(sum[at], [](vf x, vf y) FLAT { return x + y; });
-        Base::close(h, r, row, top[at][lane], total[lane]);
+        for (int r = 0; r < R && b * R + r < rows; r++) {
+          gather(acc + int64_t(at) * v_tiles * 2 * kSums + r * W, row);
+          Base::close(h, b * R + r, row, top[at][r], total[r]);
+        }
       }
+  }
+  // A row's even and odd columns in order. Words of fp8 hold eight columns of each sixteen in turn.
+  void gather(const float* from, float* row) const {
+    const vi low = iota() / 2 + (iota() & 1) * W, high = low + W / 2;
+    for (int t = 0; t < v_tiles; t++, from += 2 * kSums) {
+      const __m512 even = (__m512)load<vf>(from), odd = (__m512)load<vf>(from + kSums);
+      alignas(64) float word[32];
+      store(word, (vf)_mm512_permutex2var_ps(even, (__m512i)low, odd));
+      store(word + W, (vf)_mm512_permutex2var_ps(even, (__m512i)high, odd));
+      for (int i = 0; i < 4; i++) memcpy(row + (T::size == 2 ? t * 32 + i * 8 : t / 2 * 64 + i * 16 + t % 2 * 8), word + i * 8, 32);
+    }
   }
 };
 

@@ -36,17 +36,16 @@ static auto dispatch(const heedful_attention& a, F f) {
 }
 #endif
 
-// Calls f with the kernel of a decode with so many rows. Four rows fill a quarter of a tile: bf16 keys are then better
-// multiplied as they lie; fp8 ones must be widened anyway.
+// Calls f with the kernel of a decode with so many rows.
 template <class E, class T, class F>
 static auto few_rows(int rows, F f) {
 #if defined(__AMX_BF16__)
   if (rows > 8) return f(Type<DecodeTiles<T, 16>>());
   if (rows > 4) return f(Type<DecodeTiles<T, 8>>());
-  if constexpr (T::size == 1) return f(Type<DecodeTiles<T, 4>>());
-  else
+  return f(Type<DecodeTiles<T, 4>>());
+#else
+  return f(Type<Decode<E, T>>());
 #endif
-    return f(Type<Decode<E, T>>());
 }
 static void decode(const heedful_attention& a, const DecodeUnit& u, char* scratch) {
   const int rows = (u.token_end - u.token_begin) * (a.num_heads / a.num_kv_heads);

@@ -3,7 +3,7 @@
 // its keys and a piece of the values of an earlier span, and after each multiplication takes the exponentials of some
 // rows of the step before. The steps of all tiles of rows over a panel are one such pipeline.
 //
-// Everything that a tile register loads or stores is 16 x 64 bytes that lie together.
+// Everything that a tile register of a prefill loads or stores is 16 x 64 bytes that lie together.
 #pragma once
 #include "rows.h"
 
@@ -11,8 +11,10 @@
 namespace heedful::HEEDFUL_ISA {
 
 // Tile registers by number. A load must see what the program stored before it, hence "memory" there too.
-#define TILE_LOAD(t, p) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"(int64_t(64)) : "memory")
-#define TILE_STORE(t, p) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"(int64_t(64)) : "memory")
+#define TILE_LOAD_ROWS(t, p, row) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"(int64_t(row)) : "memory")
+#define TILE_STORE_ROWS(t, p, row) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"(int64_t(row)) : "memory")
+#define TILE_LOAD(t, p) TILE_LOAD_ROWS(t, p, 64)
+#define TILE_STORE(t, p) TILE_STORE_ROWS(t, p, 64)
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
 #define TILE_DOT(sum, x, y) asm volatile("tdpbf16ps %%tmm" #y ", %%tmm" #x ", %%tmm" #sum ::)
 constexpr int kTileWords = 256;  // 32-bit words of a tile
