@@ -175,6 +175,18 @@ def test_flat_keys_give_what_pages_give(isa, rules):
     paged.check((output, lse), paged.expected())
 
 
+@pytest.mark.parametrize("cap", [None, 200.0], ids=["bare", "cap"])
+@pytest.mark.parametrize("isa", BEST_FIRST)
+def test_steep_alibi_where_the_largest_biased_score_lies_far_below_the_largest_one(isa, cap):
+    """Far keys have scores of 100 and more, and 300 less by their distance; what is left are keys near the diagonal."""
+    rules = {"alibi_slopes": torch.tensor([30.0, 0.5, 8.0, 0.0]), "logits_soft_cap": cap}
+    steep = Problem(lens=((70, 0), (40, 200), (9, 300), (150, 3)), dtype=BF16, loud=40.0, rules=rules)
+    output, lse = steep.run(isa)
+    wanted, wanted_lse = steep.expected()
+    assert (output.double() - wanted).abs().max() <= 4 * (wanted.to(BF16).double() - wanted).abs().max()
+    assert (lse.double() - wanted_lse).abs().max() <= 1e-3
+
+
 @pytest.mark.parametrize("isa", EVERY)
 def test_alibi_counts_positions_exactly_beyond_what_a_float_holds(isa):
     """Keys 2**24 and 2**24 + 1 differ by one, which fp32 cannot say. One page repeated stands for the whole context."""

@@ -15,6 +15,31 @@ struct Tile {
   const char *k[kTile / 4], *v[kTile / 4];
 };
 
+// Asks for the lines of a tile's rows of one head, K or V, one at a time in the order of their addresses: out of order
+// they come up to a third slower.
+struct Ahead {
+  const char* const* fours;
+  int64_t head, row;
+  int bytes;  // of a row
+  int next = 0;
+  const char *at = nullptr, *end = nullptr;
+  Ahead(const char* const* fours, int64_t head, int64_t row, int bytes) : fours(fours), head(head), row(row), bytes(bytes) { turn(); }
+  void turn() {  // past the last row it begins again
+    at = fours[next / 4 % (kTile / 4)] + head + next % 4 * row;
+    end = at + bytes;
+    next++;
+  }
+  template <int N>
+  INLINE void ask() {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) {
+      __builtin_prefetch(at, 0, 2);
+      at += 64;
+      if (at >= end) turn();
+    }
+  }
+};
+
 template <class T>
 struct Cached {
   const heedful_attention& a;

@@ -10,15 +10,16 @@
 namespace heedful::HEEDFUL_ISA {
 
 // ---- scores: s[quad][row][4 keys] of Quads x 4 keys; q[group of words][row]
-template <class E, class T, int Rows, int Quads, bool Ahead>
+template <class E, class T, int Rows, int Quads, bool Asks>
 INLINE void score(const char* const* k, int64_t head, int64_t row, int size, const typename E::Word* q, float* s,
-                  const char* const* next, int64_t next_head) {
+                  Ahead& ahead) {
   using R = Reader<E, T>;
   constexpr int bytes = R::elements * T::size;
   vf sum[Quads][Rows][4] = {};
-  const char *at[Quads], *later[Quads];
+  constexpr int lines = (4 * bytes + 63) / 64;
+  const char* at[Quads];
 #pragma GCC unroll 2
-  for (int i = 0; i < Quads; i++) at[i] = k[i] + head, later[i] = next[i] + next_head;
+  for (int i = 0; i < Quads; i++) at[i] = k[i] + head;
   auto multiply = [&](auto read) FLAT {
     typename E::Word x[Quads][4][R::units];
 #pragma GCC unroll 2
@@ -41,13 +42,8 @@ INLINE void score(const char* const* k, int64_t head, int64_t row, int size, con
   for (; left >= R::elements; left -= R::elements) {
     multiply([](const char* p, typename E::Word* w) FLAT { R::read(p, w); });
 #pragma GCC unroll 2
-    for (int i = 0; i < Quads; i++) {
-      at[i] += bytes;
-      if (!Ahead) continue;
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) __builtin_prefetch(later[i] + j * row, 0, 2);
-      later[i] += bytes;
-    }
+    for (int i = 0; i < Quads; i++) at[i] += bytes;
+    if constexpr (Asks) ahead.template ask<Quads * lines>();
   }
   if (left) multiply([&](const char* p, typename E::Word* w) FLAT { R::read_part(p, left, w); });
 #pragma GCC unroll 2
@@ -128,9 +124,9 @@ struct Columns<Pairs, E5M2> : Columns8<E5M2> {};
 #endif
 
 // acc[row][column of the panel] += weight[row][key] * value[key][column], keys [begin, end) of the tile
-template <class E, class T, int Rows, int C, bool Part, bool Ahead>
+template <class E, class T, int Rows, int C, bool Part, bool Asks>
 INLINE void weigh(const Tile& t, int64_t head, int64_t row, int begin, const typename E::Weight* p, int columns,
-                  int64_t offset, float* acc, int acc_row, const char* const* next, int64_t next_head) {
+                  int64_t offset, float* acc, int acc_row, Ahead& ahead) {
   using V = Columns<E, T>;
   vf sum[Rows][C];
 #pragma GCC unroll 4
@@ -155,19 +151,14 @@ INLINE void weigh(const Tile& t, int64_t head, int64_t row, int begin, const typ
   };
   int key = begin / V::step * V::step;
   for (; key < t.keys && (key % 4 || key < begin); key += V::step) checked(key);
-  constexpr int line = 64 / T::size;  // columns of one cache line
+  constexpr int lines = (4 * C * V::width * T::size + 63) / 64;  // of four keys
   for (; key + 4 <= t.keys; key += 4) {
     const char* base = t.v[key / 4] + head + offset;
-    const char* later = next[key / 4] + next_head + offset;
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j += V::step) {
       const char* x[2] = {base + j * row, base + (j + 1) * row};
       add(x, key + j);
-      if (Ahead)
-#pragma GCC unroll 2
-        for (int i = 0; i < V::step; i++)
-#pragma GCC unroll 4
-          for (int c = 0; c < C * V::width; c += line) __builtin_prefetch(later + (j + i) * row + c * T::size, 0, 2);
+      if constexpr (Asks) ahead.template ask<(lines * V::step + 3) / 4>();
     }
   }
   for (; key < t.keys; key += V::step) checked(key);
@@ -258,22 +249,20 @@ struct Decode : Cached<T> {
   struct Lines {  // a tile's rows of one head, and those to ask for meanwhile
     const Tile& t;
     int64_t k_head, v_head, k_row, v_row;
-    const Tile& later;
-    int64_t later_k, later_v;
+    Ahead &later_k, &later_v;
   };
-  template <int Rows, bool Ahead>
+  template <int Rows, bool Asks>
   void score_rows(const Lines& l, const Word* q) const {
     constexpr int Quads = Rows * 8 <= kAccumulators ? 2 : 1;
     for (int i = 0; i < (l.t.keys + 3) / 4; i += Quads)
-      score<E, T, Rows, Quads, Ahead>(l.t.k + i, l.k_head, l.k_row, a.head_size, q, s + i * W, l.later.k + i,
-                                      l.later_k);
+      score<E, T, Rows, Quads, Asks>(l.t.k + i, l.k_head, l.k_row, a.head_size, q, s + i * W, l.later_k);
   }
-  template <int Rows, bool Ahead>
+  template <int Rows, bool Asks>
   void weigh_rows(const Lines& l, int begin, float* acc) const {
     constexpr int C = kColumns;
     auto panel = [&](auto columns, auto part, int c) FLAT {
-      weigh<E, T, Rows, columns.value, part.value, Ahead>(l.t, l.v_head, l.v_row, begin, p, a.head_size_v - c,
-                                                          int64_t(c) * T::size, acc + c, acc_row, l.later.v, l.later_v);
+      weigh<E, T, Rows, columns.value, part.value, Asks>(l.t, l.v_head, l.v_row, begin, p, a.head_size_v - c,
+                                                         int64_t(c) * T::size, acc + c, acc_row, l.later_v);
     };
     int c = 0;
     for (; c + C * V::width <= a.head_size_v; c += C * V::width) panel(Int<C>(), False(), c);
@@ -290,11 +279,11 @@ struct Decode : Cached<T> {
       if (n >= 2) return f(Int<2>());
     f(Int<1>());
   }
-  template <bool Ahead>
+  template <bool Asks>
   void block_step(const Lines& l, int h, int b) {
     const int n = rows - b * kRows, at = h * blocks + b;
     float* rows_acc = acc + int64_t(at) * kRows * acc_row;
-    with_rows(n, [&](auto n) FLAT { score_rows<n.value, Ahead>(l, q + int64_t(at) * kRows * q_words); });
+    with_rows(n, [&](auto n) FLAT { score_rows<n.value, Asks>(l, q + int64_t(at) * kRows * q_words); });
     if (a.alibi_slopes) Base::read_slopes(see[b], h, lanes(b));
     bool moved;
     const vf factor = softmax_step<E>(a, see[b], l.t.first, l.t.keys, s, p, top[at], sum[at], moved);
@@ -303,14 +292,15 @@ struct Decode : Cached<T> {
         for (int c = 0; c < acc_row; c += W)
           store(rows_acc + r * acc_row + c, load<vf>(rows_acc + r * acc_row + c) * factor[4 * r]);
     const int begin = see[b].lowest - l.t.first > 0 ? see[b].lowest - l.t.first : 0;
-    if (begin < l.t.keys) with_rows(n, [&](auto n) FLAT { weigh_rows<n.value, Ahead>(l, begin, rows_acc); });
+    if (begin < l.t.keys) with_rows(n, [&](auto n) FLAT { weigh_rows<n.value, Asks>(l, begin, rows_acc); });
   }
   void item(const Tile& t, int h, const Tile& later, int later_head) {
     // keys are read in fours: past the last flat key there may be no memory, where a page would go on
     const bool as_they_lie = direct && (a.block_tables || t.keys % 4 == 0);
     const Tile own = as_they_lie ? Tile() : copied(t, h);
-    const Lines l = as_they_lie ? Lines{t, h * k_head, h * v_head, k_row, v_row, later, later_head * k_head, later_head * v_head}
-                           : Lines{own, 0, 0, int64_t(a.head_size) * T::size, int64_t(a.head_size_v) * T::size, own, 0, 0};
+    Ahead later_k(later.k, later_head * k_head, k_row, a.head_size * T::size), later_v(later.v, later_head * v_head, v_row, a.head_size_v * T::size);
+    const Lines l = as_they_lie ? Lines{t, h * k_head, h * v_head, k_row, v_row, later_k, later_v}
+                                : Lines{own, 0, 0, int64_t(a.head_size) * T::size, int64_t(a.head_size_v) * T::size, later_k, later_v};
     block_step<true>(l, h, 0);  // the first block of rows asks for the later tile's lines
     for (int b = 1; b < blocks; b++) block_step<false>(l, h, b);
   }

@@ -63,11 +63,27 @@ static int64_t decode_scratch(const heedful_attention& a, int rows, int heads) {
     return most;
   });
 }
+// Query tokens that a decode unit takes at a time.
+static int few_tokens(const heedful_attention& a) {
+  const int tokens = kRowTile / (a.num_heads / a.num_kv_heads);
+  return tokens > 1 ? tokens : 1;
+}
 static void prefill(const heedful_attention& a, const PrefillUnit& u, char* scratch) {
-  dispatch(a, [&](auto engine, auto type) { Prefill<decltype(engine), decltype(type)>(a, u, scratch).run(); });
+  const auto again = dispatch(a, [&](auto engine, auto type) -> PrefillUnit {
+    const auto tokens = Prefill<decltype(engine), decltype(type)>(a, u, scratch).run();
+    return {u.sequence, tokens.from, tokens.to, u.head};
+  });
+  const int kv_len = a.kv_lens[u.sequence], q_len = a.query_start[u.sequence + 1] - a.query_start[u.sequence];
+  for (int t = again.token_begin, end; t < again.token_end; t = end) {
+    end = t + few_tokens(a) < again.token_end ? t + few_tokens(a) : again.token_end;
+    const int low = visible(a, kv_len, q_len, t).low / kTile * kTile, high = visible(a, kv_len, q_len, end - 1).high;
+    decode(a, {u.sequence, t, end, u.head, u.head + 1, low, high, nullptr}, scratch);
+  }
 }
 static int64_t prefill_scratch(const heedful_attention& a) {
-  return dispatch(a, [&](auto engine, auto type) { return Prefill<decltype(engine), decltype(type)>::scratch(a); });
+  const int64_t bytes = dispatch(a, [&](auto engine, auto type) { return Prefill<decltype(engine), decltype(type)>::scratch(a); });
+  const int64_t few = decode_scratch(a, few_tokens(a) * (a.num_heads / a.num_kv_heads), 1);
+  return bytes > few ? bytes : few;
 }
 static void merge(const heedful_attention& a, const DecodeUnit& u, int parts, const float* partials) {
   merge_parts(a, u, parts, partials);

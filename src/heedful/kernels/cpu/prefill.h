@@ -84,7 +84,8 @@ struct Prefill : Multiplier<E> {
     }
   }
 
-  void run() {
+  // Gives the tokens that must be computed again, by another kernel.
+  typename Base::Tokens run() {
     const int from = visible(a, kv_len, q_len, u.token_begin).low / kPart * kPart;
     const int to = visible(a, kv_len, q_len, u.token_end - 1).high;
     for (int panel = from; panel < to; panel += kPanel) {
@@ -96,6 +97,7 @@ struct Prefill : Multiplier<E> {
     }
     for (int first = 0; first < rows; first += kTileRows)
       if (Base::high_of(last_of(first)) <= from) Base::finish_unseen(first, tile_rows(first));
+    return Base::faint;
   }
   int tile_rows(int first) const { return rows - first < kTileRows ? rows - first : kTileRows; }
   int last_of(int first) const { return first + tile_rows(first) - 1; }

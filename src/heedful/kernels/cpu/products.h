@@ -113,18 +113,20 @@ struct Products : Rows<E, kWide * W> {
     products<C, Cap && !Alibi>(q + t.local * q_words, keys, previous, x);
     const Sight& see = sight[t.local / kBlock];
     const bool edge = t.key < see.all_low || t.key + C * W > see.all_high;
-    const float scale = Alibi ? 1.f : a.scale * a.k_scale * kLog2e;  // soft-capped scores are below this
+    const float scale = Alibi && !Base::kApart ? 1.f : a.scale * a.k_scale * kLog2e;  // soft-capped scores are below this
     vi above{};
 #pragma GCC unroll 4
     for (int r = 0; r < kBlock; r++) {
       most[r] = splat(-INFINITY);
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) {
-        const vi key = iota() + (t.key + c * W);
-        if constexpr (Alibi) x[r][c] = Base::template biased<Cap>(x[r][c], slopes[t.local + r], key);
-        if (edge) x[r][c] = (key >= low[t.local + r]) & (key < high[t.local + r]) ? x[r][c] : splat(-INFINITY);
-        store(t.s + r * kGroup + c * W, x[r][c]);
-        most[r] = vmax(most[r], x[r][c]);
+        const vi key = iota() + (t.key + c * W), seen = edge ? (key >= low[t.local + r]) & (key < high[t.local + r]) : vi{} - 1;
+        vf score = x[r][c];
+        if constexpr (Alibi) score = Base::template biased<Cap>(score, slopes[t.local + r], t.key + c * W);
+        if (edge) score = seen ? score : splat(-INFINITY);
+        store(t.s + r * kGroup + c * W, score);
+        if constexpr (Alibi && Base::kApart) score = seen ? x[r][c] : splat(-INFINITY);
+        most[r] = vmax(most[r], score);
       }
       above |= most[r] * scale > top[t.first_row + r] + kLag;
     }
@@ -258,7 +260,7 @@ struct Products : Rows<E, kWide * W> {
       for (int c = 0; c < columns; c += kGroup, from += kBlock * kGroup)
 #pragma GCC unroll 4
         for (int i = 0; i < kGroup; i += W) store(row + c + i, load<vf>(from + i));
-      emit(a, q_begin + token(r), head_of(r), row, Base::top_of(r), hsum(sum[r]));
+      emit(a, q_begin + token(r), head_of(r), row, Base::top_of(r), Base::total_of(r));
     }
   }
 };

@@ -11,9 +11,8 @@ namespace heedful::HEEDFUL_ISA {
 
 constexpr int kPanel = 2048;  // keys packed at a time
 constexpr float kLag = 8.f;   // by how much (base 2) a score may exceed the kept maximum
-// By how much more it moves under ALiBi, where scores grow all the way to the diagonal, if weights become bf16: far below
-// the maximum an exponent in fp32 has fewer digits left.
-constexpr float kRoom = 80.f;
+// A row whose weights sum to less has its largest biased score that far below its largest score without the bias.
+constexpr float kFaint = 0x1p-60f;
 constexpr float kUnseen = -3e38f;  // the maximum of a row that has seen no key: finite, so that hidden scores stay -inf
 
 inline int up(int n, int to) { return (n + to - 1) / to * to; }
@@ -46,6 +45,9 @@ struct Rows {
   static constexpr int kKeys = E::per_word;          // keys of a value word
   static constexpr int kElements = W * E::per_word;  // elements of a key vector
 
+  struct Tokens {
+    int from, to;
+  } faint{INT32_MAX, 0};  // to be computed again
   struct Sight {  // of some rows: keys that any of them sees, keys that all of them see
     int low, high, all_low, all_high;
   };
@@ -130,9 +132,9 @@ struct Rows {
   }
 
   // -- raw scores to weights
-  Factors factors() const {
+  Factors factors() const { return a.alibi_slopes ? Factors{1.f, 0.f} : unbiased(); }  // ALiBi: done before they are stored
+  Factors unbiased() const {
     const float scale = a.scale * a.k_scale;
-    if (a.alibi_slopes) return {1.f, 0.f};  // done before the maximum was taken
     if (a.soft_cap) return {scale / a.soft_cap, a.soft_cap * kLog2e};
     return {scale * kLog2e, 0.f};
   }
@@ -142,21 +144,20 @@ struct Rows {
     const vf x = tanhv<E::per_word == 2>(raw * f.scale) * f.cap;
     return E::weights((raw == splat(-INFINITY) ? raw : x) - reference);
   }
-  struct Slope {  // of a row: its ALiBi slope, and its own position
+  struct Slope {  // of a row: its ALiBi slope in base 2, and its own position
     float slope;
     int position;
   };
   void read_slopes(int first, int n, int padded, Slope* to) const {
     if (!a.alibi_slopes) return;
-    for (int r = 0; r < n; r++) to[r] = {a.alibi_slopes[head_of(first + r)], kv_len - q_len + token(first + r)};
+    for (int r = 0; r < n; r++) to[r] = {a.alibi_slopes[head_of(first + r)] * kLog2e, kv_len - q_len + token(first + r)};
     for (int r = n; r < padded; r++) to[r] = {0.f, 0};
   }
+  // Of W keys from `key` on. Distances are whole numbers in fp32: exact as far as an int turned into one is.
   template <bool Cap>
-  INLINE vf biased(vf raw, const Slope& row, vi key) const {
-    RowBlock one;
-    one.position = vi{} + row.position;
-    one.slope = splat(row.slope);
-    return logits<Cap, true>(a, raw, one, key);
+  INLINE vf biased(vf raw, const Slope& row, int key) const {
+    const vf distance = vabs(splat(float(key - row.position)) + __builtin_convertvector(iota(), vf));
+    return logits<Cap, false>(a, raw, RowBlock(), vi{}) - distance * row.slope;
   }
 
   float top_of(int row) const { return top[row] == kUnseen ? -INFINITY : top[row]; }
@@ -165,20 +166,32 @@ struct Rows {
   }
 
   // -- the maximum of a row, first set to what it is, later moved by a power of two that covers it: nothing is rounded.
-  // Gives by what the row's sums must be multiplied.
+  // Gives by what the row's sums must be multiplied. ALiBi lets scores grow all the way to the diagonal, so that their
+  // maximum would move at almost every step: where weights become bf16, that of the scores without their bias is taken
+  // (kApart). It is no smaller, and far below it an exponent has digits enough for a bf16 weight; in fp32 it has not.
+  static constexpr bool kApart = E::per_word == 2;
   template <bool Cap, bool Alibi>
   float raise(int row, float raw) const {
-    const Factors f = factors();
     if (raw == -INFINITY) return 1.f;
+    const Factors f = unbiased();
     float now = raw;
-    if constexpr (!Alibi) now = Cap ? (tanhv<E::per_word == 2>(splat(raw * f.scale)) * f.cap)[0] : raw * f.scale;
-    const float kept = top[row], room = Alibi && E::per_word == 2 ? kRoom : 0.f;
-    if (kept == kUnseen) top[row] = now + room;
+    if constexpr (!Alibi || kApart) now = Cap ? (tanhv<E::per_word == 2>(splat(raw * f.scale)) * f.cap)[0] : raw * f.scale;
+    const float kept = top[row];
+    if (kept == kUnseen) top[row] = now;
     if (kept == kUnseen || !(now > kept + kLag)) return 1.f;
-    const float by = ceilf(now - kept) + room, factor = exp2f(-by);
+    const float by = ceilf(now - kept), factor = exp2f(-by);
     top[row] = kept + by;
     sum[row] = sum[row] * factor;
     return factor;
+  }
+  // The sum of a row's weights; a row left with next to nothing must be computed again, by its biased maximum.
+  float total_of(int row) {
+    const float total = hsum(sum[row]);
+    if (kApart && a.alibi_slopes && top[row] != kUnseen && total < kFaint) {
+      if (token(row) < faint.from) faint.from = token(row);
+      if (token(row) >= faint.to) faint.to = token(row) + 1;
+    }
+    return total;
   }
 };
 

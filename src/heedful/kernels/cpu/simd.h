@@ -50,7 +50,7 @@ INLINE V load_part(const void* p, int bytes) {
   memcpy(&v, p, bytes);
   return v;
 }
-INLINE vf splat(float x) { return vf{} + x; }
+INLINE vf splat(float x) { return x - vf{}; }  // not 0 + x, which is an addition: it makes -0 a 0
 // a > b ? a : b, so that a NaN in b stays; on x86 one instruction, which a compiler may not make of the words
 #if defined(__AVX512F__)
 INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps(a, b); }

@@ -212,31 +212,37 @@ struct Tiles : Rows<Pairs, 16, 32> {
   }
 
   // Masks and biases raw scores, and raises the maxima that they exceed by too much.
+  template <bool Cap, bool Alibi, bool Hides>
+  INLINE vf settle_half(float* at, int r, int key) const {
+    vf raw = load<vf>(at);
+    const vi keys = iota() + key, seen = (keys >= low[r]) & (keys < high[r]);
+    if constexpr (Hides) raw = seen ? raw : splat(-INFINITY);
+    vf score = raw;
+    if constexpr (Alibi) score = biased<Cap>(score, slopes[r], key);
+    if constexpr (Alibi && Hides) score = seen ? score : raw;
+    if constexpr (Alibi || Hides) store(at, score);
+    return raw;
+  }
   template <bool Cap, bool Alibi>
   void settle(const Sight& see, int first, int key, float* x) {
     const bool edge = key < see.all_low || key + kStep > see.all_high;
-    const float scale = Alibi ? 1.f : a.scale * a.k_scale * kLog2e;  // soft-capped scores are below this
+    const float scale = a.scale * a.k_scale * kLog2e;  // soft-capped scores are below this
+    vf most[kTileRows];
     __mmask16 above = 0;
-    for (int r = 0; r < kTileRows; r++) {
-      float* const at = x + r * 16 + (r & 16) * 16;
-      vf half[2] = {load<vf>(at), load<vf>(at + kTileWords)};
-      if (Alibi || edge)
-        for (int i = 0; i < 2; i++) {
-          const vi keys = iota() + (key + i * W);
-          if constexpr (Alibi) half[i] = biased<Cap>(half[i], slopes[r], keys);
-          if (edge) half[i] = (keys >= low[r]) & (keys < high[r]) ? half[i] : splat(-INFINITY);
-          store(at + i * kTileWords, half[i]);
-        }
-      const vf beyond = vmax(half[0], half[1]) * scale - top[first + r];
-      above |= _mm512_cmp_ps_mask(beyond, splat(kLag), _CMP_GT_OQ);
-    }
-    if (__builtin_expect(above, 0)) raise_rows<Cap, Alibi>(first, x);
+    auto settle_rows = [&](auto hides) FLAT {
+      for (int r = 0; r < kTileRows; r++) {
+        float* const at = x + r * 16 + (r & 16) * 16;
+        most[r] = vmax(settle_half<Cap, Alibi, hides.value>(at, r, key), settle_half<Cap, Alibi, hides.value>(at + kTileWords, r, key + W));
+        above |= _mm512_cmp_ps_mask(most[r] * scale - top[first + r], splat(kLag), _CMP_GT_OQ);
+      }
+    };
+    edge ? settle_rows(True()) : settle_rows(False());
+    if (__builtin_expect(above, 0)) raise_rows<Cap, Alibi>(first, most);
   }
   template <bool Cap, bool Alibi>
-  __attribute__((noinline)) void raise_rows(int first, const float* x) {
+  __attribute__((noinline)) void raise_rows(int first, const vf* most) {
     for (int r = 0; r < kTileRows; r++) {
-      const float* const at = x + r * 16 + (r & 16) * 16;
-      const float factor = raise<Cap, Alibi>(first + r, hmax(vmax(load<vf>(at), load<vf>(at + kTileWords))));
+      const float factor = raise<Cap, Alibi>(first + r, hmax(most[r]));
       if (factor != 1.f) rescale(first, r, factor);
     }
   }
@@ -301,12 +307,13 @@ struct Tiles : Rows<Pairs, 16, 32> {
     drain<Cap>(0);
   }
 
-  void finish(int first) const {
+  void finish(int first) {
     alignas(64) float row[512 + 64];
     for (int r = 0; r < kTileRows && first + r < rows; r++) {
       const float* const from = acc_of(first) + r % 16 * 16 + r / 16 * 2 * kTileWords;
       for (int c = 0; c < columns; c += 16) store(row + c, load<vf>(from + c / 32 * 4 * kTileWords + c % 32 * 16));
-      emit(a, q_begin + token(first + r), head_of(first + r), row, top_of(first + r), hsum(sum[first + r]), hsum(exact ? exact[first + r] : sum[first + r]));
+      const float total = total_of(first + r);
+      emit(a, q_begin + token(first + r), head_of(first + r), row, top_of(first + r), total, exact ? hsum(exact[first + r]) : total);
     }
   }
   void finish_unseen(int first, int n) const {
