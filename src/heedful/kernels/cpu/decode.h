@@ -133,13 +133,13 @@ INLINE void weigh(const Tile& t, int64_t head, int64_t row, int begin, const typ
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) sum[r][c] = load<vf>(acc + r * acc_row + c * W);
-  auto add = [&](const char* const* x, int key) FLAT {
+  auto add = [&](const char* const* x, const typename E::Weight* weights) FLAT {  // of the key(s), row after row
     typename E::Word z[C];
     if constexpr (Part) V::template read_part<C>(x, columns, z);
     else V::template read<C>(x, z);
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; r++) {
-      const typename E::Word w = E::spread(p + key / 4 * W + r * 4 + key % 4);
+      const typename E::Word w = E::spread(weights + r * 4);
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) sum[r][c] = E::dot(sum[r][c], w, z[c]);
     }
@@ -147,17 +147,17 @@ INLINE void weigh(const Tile& t, int64_t head, int64_t row, int begin, const typ
   auto at = [&](int key) FLAT { return key < begin || key >= t.keys ? zero_row : t.v[key / 4] + head + (key % 4) * row + offset; };
   auto checked = [&](int key) FLAT {
     const char* x[2] = {at(key), at(key + 1)};
-    add(x, key);
+    add(x, p + key / 4 * W + key % 4);
   };
   int key = begin / V::step * V::step;
   for (; key < t.keys && (key % 4 || key < begin); key += V::step) checked(key);
   constexpr int lines = (4 * C * V::width * T::size + 63) / 64;  // of four keys
-  for (; key + 4 <= t.keys; key += 4) {
-    const char* base = t.v[key / 4] + head + offset;
+  for (int four = key / 4; four < t.keys / 4; four++, key += 4) {
+    const char* base = t.v[four] + head + offset;
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j += V::step) {
       const char* x[2] = {base + j * row, base + (j + 1) * row};
-      add(x, key + j);
+      add(x, p + four * W + j);
       if constexpr (Asks) ahead.template ask<(lines * V::step + 3) / 4>();
     }
   }
