@@ -78,6 +78,30 @@ def _openvino() -> Probe:
     return Probe(Fidelity.HARDWARE)
 
 
+def _ipex_on_the_cpu() -> Probe:
+    """The CPU build of IPEX attends to one key, which gives that key's value."""
+    import torch
+
+    from heedful import libraries
+    from heedful.types import Missing
+
+    library = libraries.import_once("intel_extension_for_pytorch")
+    if isinstance(library, Missing):
+        return Probe(None, text=f"intel_extension_for_pytorch cannot be imported: {library.cause}")
+    row = torch.arange(16, dtype=torch.bfloat16).view(1, 1, 16)
+    output, ends, table = torch.zeros_like(row), *(torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [[0]]))
+    try:
+        paged = library.llm.modules.PagedAttention
+        paged.flash_attn_varlen_func(output, row, row[None], row[None], ends, ends, 1, 1, 1.0, True, table, None)
+    except (RuntimeError, AssertionError, AttributeError) as error:
+        version = getattr(library, "__version__", "of unknown version")
+        told = str(error).strip().partition("\n")[0]
+        return Probe(None, text=f"intel_extension_for_pytorch {version} does not attend on the CPU: {told}")
+    if not torch.equal(output, row):
+        return Probe(None, text=f"intel_extension_for_pytorch finds {output.tolist()} where the answer is 0 … 15")
+    return Probe(Fidelity.EMULATED)
+
+
 def _tpu(fidelity: Fidelity) -> Probe:
     """By jax: the chip itself, the interpreter of Pallas where there is none, or the compiler alone."""
     from heedful.conformance import probe_tpu
@@ -95,6 +119,7 @@ PROBES: Final[Mapping[tuple[str, Fidelity], Callable[[], Probe]]] = {
     ("cuda", Fidelity.HARDWARE): partial(_torch, "cuda", "cuda"),
     ("rocm", Fidelity.HARDWARE): partial(_torch, "rocm", "cuda"),
     ("xpu", Fidelity.HARDWARE): partial(_torch, "xpu", "xpu"),
+    ("xpu", Fidelity.EMULATED): _ipex_on_the_cpu,
     ("openvino", Fidelity.HARDWARE): _openvino,
     ("tpu", Fidelity.HARDWARE): partial(_tpu, Fidelity.HARDWARE),
     ("tpu", Fidelity.EMULATED): partial(_tpu, Fidelity.EMULATED),
