@@ -344,7 +344,9 @@ def test_the_record_names_the_device_and_the_variant(fresh):
     for block_size, variant in ((32, "paged"), (16, "sdpa")):
         record = explain(SelectionRequest(64, block_size=block_size), device).to_dict()
         assert record["device"] == "openvino CPU"
-        assert (record["backend"], record["candidates"][0]["variant"]) == ("OPENVINO", variant)
+        (candidate,) = record["candidates"]
+        assert (record["backend"], candidate["variant"]) == ("OPENVINO", variant)
+        assert ("a step goes by sdpa if its slot_mapping leaves a token" in candidate["facts"]) is (variant == "paged")
 
 
 def test_the_page_of_findings_shows_what_the_library_does(capsys):
