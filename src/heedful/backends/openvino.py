@@ -25,8 +25,8 @@ PAGED = Capability(
     excluded_pairs=pairs(("window", "alibi")),  # together they give a wrong answer
     mixed_head_sizes=True,
     note=(
-        "a step goes by sdpa if its slot_mapping leaves a token unwritten, if its pages do not lie side by side, or if a "
-        "chunk ends in a page of another sequence"
+        "a step goes by sdpa if its slot_mapping leaves a token unwritten, if its pages do not lie side by side, or if "
+        "a chunk ends in a page of another sequence"
     ),
 )
 """What the PagedAttention operator gets right; docs/findings.md has what it gets wrong."""

@@ -366,3 +366,68 @@ def test_the_page_of_findings_shows_what_the_library_does(capsys):
     assert not five_tokens(torch.bfloat16, size=7)[0] < 0.1
     for dtype, tail in ((torch.float32, 0), (torch.bfloat16, 0), (torch.float16, 7)):
         assert (five_tokens(dtype)[1][5:] == tail).all()
+
+
+class U8Pages:
+    """One head of 16 in two pages of OpenVINO's u8 cache, written and read by the bare operator."""
+
+    def __init__(self, **mode):
+        form = openvino_models.PagedForm(1, 1, 16, 16, torch.float32, False, False, "CPU", 1)
+        settings = openvino_models._settings(form) | {"KV_CACHE_PRECISION": "u8"} | mode
+        compiled = openvino_models._core().compile_model(openvino_models._paged(form), "CPU", settings)
+        self.model = openvino_models.Model(compiled)
+        self.tokens = torch.randn(3, 40, 16, generator=torch.Generator().manual_seed(0))
+        shapes = [compiled.input(name).get_partial_shape() for name in ("key_cache", "value_cache")]
+        sizes = [(2, *(shape[at].get_length() for at in (1, 2, 3))) for shape in shapes]
+        self.key, self.value = (torch.full(size, 7, dtype=torch.uint8) for size in sizes)
+
+    def step(self, first, end):
+        """Write tokens first … end, attend, and give the answer."""
+        output = torch.empty(end - first, 16)
+        inputs = dict(zip(("query", "key", "value"), self.tokens[:, first:end].contiguous(), strict=True))
+        inputs |= {"key_cache": self.key, "value_cache": self.value}
+        lists = {"past_lens": [first], "subsequence_begins": [0, end - first], "max_context_len": end}
+        lists |= {"block_indices": [0, 1], "block_indices_begins": [0, 2], "sliding_window": 0}
+        inputs |= {name: torch.tensor(x, dtype=torch.int32) for name, x in lists.items()} | {
+            "scale": torch.tensor(0.25)
+        }
+        self.model.run({name: openvino_models.shared(x) for name, x in inputs.items()}, openvino_models.shared(output))
+        return output
+
+
+def read_u8(cache):
+    """[slots, 16] of a cache by token: a row is its scale and zero point in fp32, then its bytes."""
+    rows = cache.view(64, 24)
+    scale, zero = rows[:, :8].contiguous().view(torch.float32).unbind(1)
+    return (rows[:, 8:].float() - zero[:, None]) * scale[:, None]
+
+
+def test_by_channel_a_new_token_changes_what_the_u8_cache_holds_of_earlier_ones():
+    """docs/findings.md: why this cache is refused."""
+    pages = U8Pages()
+    pages.step(0, 20)
+    before = pages.key.clone()
+    for token in range(20, 24):
+        pages.step(token, token + 1)
+    assert pages.key.shape == (2, 1, 40, 16)  # 8 rows of scales and zero points, then a row a token
+    assert (pages.key != before)[0, 0, 8:28].any(1).sum() > 10
+
+
+def test_by_token_the_u8_cache_keeps_earlier_tokens_and_is_read_as_it_was_stored():
+    """docs/findings.md: what a later release can claim."""
+    pages = U8Pages(KEY_CACHE_QUANT_MODE="BY_TOKEN")
+    pages.step(0, 20)
+    before = pages.key.clone(), pages.value.clone()
+    output = pages.step(20, 40)
+    query, *sides = pages.tokens[:, :, None]
+    held = [read_u8(cache)[:40] for cache in (pages.key, pages.value)]
+    for cache, old, x, side in zip((pages.key, pages.value), before, held, sides, strict=True):
+        assert torch.equal(cache.view(64, 24)[:20], old.view(64, 24)[:20])
+        assert (cache.view(64, 24)[40:] == 7).all()
+        span = side[:, 0].amax(1) - side[:, 0].amin(1)
+        assert ((x - side[:, 0]).abs().amax(1) <= span / 509).all()
+    ends = torch.tensor([0, 20]), torch.tensor([0, 40])
+    right, _ = reference_attention(query[20:], *(x[:, None] for x in held), *ends, scale=0.25)
+    assert (output - right[:, 0]).abs().max() < 1e-6
+    raw, _ = reference_attention(query[20:], *sides, *ends, scale=0.25)
+    assert (output - raw[:, 0]).abs().max() > 1e-3
