@@ -204,7 +204,8 @@ def read_pages(view: Tensor, block_table: Tensor, length: int) -> Tensor:
         raise BadInputError(
             f"block table {sorted(set(blocks.tolist()))} points outside the cache's {num_blocks} blocks"
         )
-    return view[blocks, tokens % block_size]
+    held = view.view(torch.uint8) if view.element_size() == 1 else view  # torch 2.8 indexes no one-byte floats
+    return held[blocks, tokens % block_size].view(view.dtype)
 
 
 # ---- one sequence: query [q_len, H, D], key [kv_len, KV, D], value [kv_len, KV, Dv] -> [q_len, H, Dv], [q_len, H]

@@ -346,7 +346,7 @@ def test_nan_stays_nan_and_inf_clamps(word):
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.34375, torch.tensor(0.34375)])
 def test_every_byte_survives_reading_and_writing_again(word, scale):
     stored = all_bytes(WORDS[word])
-    finite = stored[stored.float().isfinite()]
+    finite = stored.view(torch.uint8)[stored.float().isfinite()].view(stored.dtype)
     again = store_rounded(dequantise(finite, scale), scale, word)
     assert torch.equal(again.view(torch.uint8), finite.view(torch.uint8))
     assert torch.equal(dequantise(finite, scale), finite.double() * float(scale))

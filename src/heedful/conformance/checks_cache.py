@@ -66,7 +66,7 @@ def check_fp8_rounds_to_even_and_clamps(backend: type[AttentionBackend], case: C
         nan = other.float().isnan()
         assert torch.equal(one.float().isnan(), nan), f"NaN does not stay NaN, or something else becomes NaN, in {name}"
         differs = (as_bytes(one) != as_bytes(other)) & ~nan
-        pairs = list(zip(one[differs][:4].tolist(), other[differs][:4].tolist(), strict=True))
+        pairs = list(zip(*(x.float()[differs][:4].tolist() for x in (one, other)), strict=True))
         assert not pairs, f"{int(differs.sum())} elements of {name} are stored wrongly; (found, right): {pairs}"
 
 
