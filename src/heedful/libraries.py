@@ -7,6 +7,7 @@ import of a half-imported package tells a different story ("circular import"), s
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
 from threading import RLock
@@ -59,6 +60,7 @@ LIBRARIES: Final[Mapping[str, Library]] = {
     "torch": Library("torch", _EVERYWHERE | {"xpu": "2.8.0"}),
     "triton": Library("triton", {"cuda": "3.7.1", "rocm": "3.7.1", "xpu": "3.7.1"}),
     "vllm_xpu_kernels": Library("vllm-xpu-kernels", unpinned="it needs another torch than IPEX"),
+    "vllm_xpu_kernels._vllm_fa2_C": Library("vllm-xpu-kernels", unpinned="it needs another torch than IPEX"),
     "xformers": Library("xformers", {"cuda": "0.0.35"}),
 }
 """Import name -> what is known of it. Keep it sorted."""
@@ -123,7 +125,8 @@ def forget() -> None:
 def _import(name: str) -> ModuleType | Missing:
     before = frozenset(sys.modules)
     try:
-        return import_module(name)
+        with redirect_stdout(sys.stderr):  # what a library prints is no part of our own output
+            return import_module(name)
     except Exception as cause:  # a broken library may raise anything: ImportError, OSError, RuntimeError, ValueError
         _discard(name.partition(".")[0], before)
         return Missing(_code(name, cause), told(cause))

@@ -150,15 +150,17 @@ def alibi_slopes(num_heads: int) -> Tensor:
 def store_rounded(x: Tensor, scale: float | Tensor, kv_cache_dtype: str) -> Tensor:
     """What a cache holds after x was written: x itself for "auto", else round_even(clamp(x / scale)) in float8.
 
-    The quotient is formed in fp32. NaN stays NaN, ±inf clamps to the largest finite value.
+    The quotient is formed in fp32. NaN stays NaN, ±inf clamps to the largest finite value. "u8": rows of bytes
+    [..., 8 + size], each its scale, (max - min) / 255 or 1e-4 where that is 0, and its zero point, -min / scale, in
+    fp32, then round(x / scale + zero) an element; an element at a tie may be rounded either way.
     """
     factor = _scale(scale)
-    if kv_cache_dtype == "auto":
+    if kv_cache_dtype in ("auto", "u8"):
         if factor != 1.0:
             raise BadInputError(f"scale {factor} was given for a cache that is not fp8; give 1.0 or an fp8 cache dtype")
-        return x
+        return x if kv_cache_dtype == "auto" else _rows_of_bytes(x)
     if kv_cache_dtype not in CACHE_FLOATS:
-        known = ", ".join(["auto", *CACHE_FLOATS])
+        known = ", ".join(["auto", "u8", *CACHE_FLOATS])
         raise BadInputError(f"kv_cache_dtype {kv_cache_dtype!r} has no rounding rule in the contract; give {known}")
     dtype = CACHE_FLOATS[kv_cache_dtype]
     largest = torch.finfo(dtype).max
@@ -166,8 +168,25 @@ def store_rounded(x: Tensor, scale: float | Tensor, kv_cache_dtype: str) -> Tens
 
 
 def dequantise(stored: Tensor, scale: float | Tensor) -> Tensor:
-    """What attention reads from a cache: stored · scale, exact, float64."""
+    """What attention reads from a cache: stored · scale, exact, float64; (byte - zero) · its row's scale for u8."""
+    if stored.dtype == torch.uint8:
+        own, zero = (x[..., None].double() for x in stored[..., :8].contiguous().view(torch.float32).unbind(-1))
+        return (stored[..., 8:].double() - zero) * own
     return stored.double() * _scale(scale)
+
+
+def _rows_of_bytes(x: Tensor) -> Tensor:
+    own, zero = u8_grid(x)
+    codes = (x.float() / own + zero).round().clamp(0, 255).to(torch.uint8)
+    return torch.cat([own.view(torch.uint8), zero.view(torch.uint8), codes], -1)
+
+
+def u8_grid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(scale, zero point) fp32 [..., 1] of each row [..., size] in a u8 cache."""
+    low, high = x.float().aminmax(dim=-1, keepdim=True)
+    own = (high - low) / 255
+    own = torch.where(own == 0, 1e-4, own)
+    return own, -low / own
 
 
 def read_pages(view: Tensor, block_table: Tensor, length: int) -> Tensor:
@@ -185,7 +204,8 @@ def read_pages(view: Tensor, block_table: Tensor, length: int) -> Tensor:
         raise BadInputError(
             f"block table {sorted(set(blocks.tolist()))} points outside the cache's {num_blocks} blocks"
         )
-    return view[blocks, tokens % block_size]
+    held = view.view(torch.uint8) if view.element_size() == 1 else view  # torch 2.8 indexes no one-byte floats
+    return held[blocks, tokens % block_size].view(view.dtype)
 
 
 # ---- one sequence: query [q_len, H, D], key [kv_len, KV, D], value [kv_len, KV, Dv] -> [q_len, H, Dv], [q_len, H]

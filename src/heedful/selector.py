@@ -262,25 +262,25 @@ def _with_libraries(
 ) -> Candidate:
     """The first variant that takes the request and whose libraries are there; else what every variant lacks."""
     reasons: list[Reason] = []
-    for variant, needed, against in _variants(backend, request, device):
+    for variant, needed, note, against in _variants(backend, request, device):
         missing = against or _missing(backend.name, variant, needed, facts)
         if not missing:
-            over = "".join(f"; passed over: {reason.text}" for reason in reasons)
-            return Candidate(backend.name, (), variant, facts.told(needed) + over)
+            beside = "".join(f"; passed over: {reason.text}" for reason in reasons) + (f"; {note}" if note else "")
+            return Candidate(backend.name, (), variant, facts.told(needed) + beside)
         reasons += missing
     return Candidate(backend.name, tuple(dict.fromkeys(reasons)))
 
 
 def _variants(
     backend: type[AttentionBackend], request: SelectionRequest, device: Device
-) -> Iterator[tuple[str, tuple[str, ...], list[Reason]]]:
+) -> Iterator[tuple[str, tuple[str, ...], str, list[Reason]]]:
     rows: list[Capability] = [row for row in backend.CAPABILITIES if row.platform == device.platform]
     judged = [(row, row_reasons(row, request, device)) for row in rows]
     if all(against for _, against in judged):  # a backend may judge by its own unsupported_reasons alone
-        yield "", backend.LIBRARIES, []
+        yield "", backend.LIBRARIES, "", []
         return
     for row, against in judged:
-        yield row.variant, tuple(dict.fromkeys((*backend.LIBRARIES, *row.libraries))), against
+        yield row.variant, tuple(dict.fromkeys((*backend.LIBRARIES, *row.libraries))), row.note, against
 
 
 def _missing(name: str, variant: str, needed: tuple[str, ...], facts: _Facts) -> list[Reason]:

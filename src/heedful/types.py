@@ -180,7 +180,10 @@ class Override:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One backend that was looked at: all its reasons, or none and the variant that would run."""
+    """One backend that was looked at: all its reasons, or none and the variant that would run.
+
+    facts: the libraries that the choice rests on, the variants that were passed over and why, the variant's note.
+    """
 
     backend: str
     reasons: tuple[Reason, ...] = ()

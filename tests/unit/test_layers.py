@@ -11,7 +11,7 @@ import pytest
 import heedful
 
 ROOT = Path(heedful.__file__).parent
-BACKENDS_SHARED = {"base", "capabilities", "claimed"}
+BACKENDS_SHARED = {"base", "builds", "capabilities", "claimed"}
 
 
 def modules():

@@ -346,7 +346,7 @@ def test_nan_stays_nan_and_inf_clamps(word):
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.34375, torch.tensor(0.34375)])
 def test_every_byte_survives_reading_and_writing_again(word, scale):
     stored = all_bytes(WORDS[word])
-    finite = stored[stored.float().isfinite()]
+    finite = stored.view(torch.uint8)[stored.float().isfinite()].view(stored.dtype)
     again = store_rounded(dequantise(finite, scale), scale, word)
     assert torch.equal(again.view(torch.uint8), finite.view(torch.uint8))
     assert torch.equal(dequantise(finite, scale), finite.double() * float(scale))
@@ -462,9 +462,24 @@ def test_a_bad_cache_scale_is_refused(scale):
         dequantise(torch.ones(2).to(torch.float8_e4m3fn), scale)
 
 
-@pytest.mark.parametrize("word", ["u8", "fp4", "FP8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_u8_cache_holds_each_row_on_a_grid_of_its_own(dtype):
+    x = torch.tensor([[-1.0, 0.0, 4.1, 1.5], [2.5, 2.5, 2.5, 2.5], [0.0, 0.0, 0.0, 0.0]]).to(dtype)
+    stored = store_rounded(x, 1.0, "u8")
+    assert stored.dtype == torch.uint8
+    assert stored.shape == (3, 12)
+    assert stored[0, 8:].tolist() == [0, 50, 255, 125]
+    read = dequantise(stored, 1.0)
+    assert ((read - x.double()).abs().amax(1) <= torch.tensor([5.2 / 255 / 2, 1e-6, 0])).all()
+    with pytest.raises(BadInputError, match="not fp8"):
+        store_rounded(x, 0.5, "u8")
+
+
+@pytest.mark.parametrize("word", ["u4", "fp4", "FP8"])
 def test_a_cache_word_without_a_rule_is_refused(word):
-    with pytest.raises(BadInputError, match=r"no rounding rule in the contract; give auto, fp8, fp8_e4m3, fp8_e5m2"):
+    with pytest.raises(
+        BadInputError, match=r"no rounding rule in the contract; give auto, u8, fp8, fp8_e4m3, fp8_e5m2"
+    ):
         store_rounded(torch.ones(2), 1.0, word)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from heedful.backends.builds import Build
+
     KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -33,6 +35,10 @@ class AttentionBackend(ABC):
     CAPABILITIES: ClassVar[tuple[Capability, ...]]
     LIBRARIES: ClassVar[tuple[str, ...]] = ()
     """Import names that every variant needs; a variant's own stand in its Capability row."""
+    BUILDS: ClassVar[tuple[Build, ...]] = ()
+    """What a lane ``compiled`` builds; compile_build makes each."""
+    EMULATES: ClassVar[bool] = False
+    """Whether the layer also computes on host memory where the device is absent: in an interpreter, slowly."""
 
     @staticmethod
     @abstractmethod
@@ -82,6 +88,14 @@ class AttentionBackend(ABC):
     @abstractmethod
     def copy_blocks(caches: Sequence[KVCache], pairs: torch.Tensor) -> None:
         """Copy whole blocks inside each cache; pairs int64 [n, 2]; a block both source and destination is an error."""
+
+    @classmethod
+    def compile_build(cls, build: Build) -> Mapping[str, float]:
+        """Compile one of BUILDS for its device generation, here, without the device; figures of what came out.
+
+        Names of figures end in their unit: ``temp_bytes``. Raises UnsupportedError for what the compiler refuses.
+        """
+        raise UnsupportedError(f"{cls.name} compiles nothing without its device, {build.id} was asked; BUILDS is empty")
 
     @classmethod
     def unsupported_reasons(cls, request: SelectionRequest, device: Device) -> list[Reason]:

@@ -61,7 +61,8 @@ class Capability:
     generations: explicit words of ``Device.generation`` ("9.0", "gfx942"), or None where every generation is alike.
     features: of window, alibi, soft_cap, sinks, blocksparse, attention_free, lse, graphs. excluded_pairs: what does not
     go together, in the words of features and attention types. mixed_head_sizes: head_size_v may differ.
-    libraries: import names this variant needs beyond the backend's own.
+    libraries: import names this variant needs beyond the backend's own. note: what a decision for it says beside the
+    libraries, such as the steps that it hands on to another variant when it runs.
     """
 
     variant: str
@@ -77,6 +78,7 @@ class Capability:
     mixed_head_sizes: bool = False
     max_group: int | None = None
     libraries: tuple[str, ...] = ()
+    note: str = ""
 
 
 HALF: Final = frozenset({"bfloat16", "float16"})

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from heedful.backends import openvino_models as models
+from heedful.backends import openvino_u8 as u8
 from heedful.backends import paged_arguments as arguments
 from heedful.backends.capabilities import row_reasons
-from heedful.backends.openvino import PAGED, OpenVinoBackend
+from heedful.backends.openvino import PAGED, U8_HEADER, OpenVinoBackend
 from heedful.backends.paged_impl import Call, PagedImpl
 from heedful.backends.paged_mask import Rules, Tile, bias
 from heedful.errors import BadInputError
@@ -106,16 +107,26 @@ class OpenVinoImpl(PagedImpl):
         inputs |= self._constants | lists.inputs
         output = _flat(call.output[:tokens])
         tails = None if lists.tails is None else call.views[1][lists.tails]
-        self._paged_model(call.query.dtype).run(inputs, models.shared(output))
+        self._paged_model(call.query.dtype, call.views[0].dtype).run(inputs, models.shared(output))
         if tails is not None and lists.tails is not None:
             call.views[1].index_put_(lists.tails, tails)
         if output.data_ptr() != call.output.data_ptr():
             call.output[:tokens] = output.view(tokens, self.num_heads, self.head_size_v)
 
-    def _paged_model(self, dtype: torch.dtype) -> models.Model:
+    def _paged_model(self, dtype: torch.dtype, stored: torch.dtype) -> models.Model:
         sizes = (self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v)
         rules = (self.alibi_slopes is not None, self.sinks is not None)
-        return models.model(models.PagedForm(*sizes, dtype, *rules, self.device, torch.get_num_threads()))
+        return models.model(models.PagedForm(*sizes, dtype, stored, *rules, self.device, torch.get_num_threads()))
+
+    def row_size(self, size: int) -> int:
+        """See PagedImpl."""
+        return size + U8_HEADER if self.kv_cache_dtype == "u8" else size
+
+    def write(self, call: Call) -> None:
+        """See PagedImpl: what a step's SDPA operator finds in the cache."""
+        if self.kv_cache_dtype == "u8" and call.key is not None and call.value is not None:
+            call = replace(call, key=u8.store(call.key), value=u8.store(call.value))
+        super().write(call)
 
     def attend(self, call: Call) -> None:
         """See PagedImpl: one sequence after another, in tiles of its queries, by the SDPA operator in fp32."""
@@ -146,7 +157,7 @@ class OpenVinoImpl(PagedImpl):
             return call.key[rows], call.value[rows]
         pages = step.tables[i, : -(-step.key_lens[i] // step.block_size)]
         key, value = (view.index_select(0, pages).flatten(0, 1)[: step.key_lens[i]] for view in call.views)
-        return key, value
+        return (u8.load(key), u8.load(value)) if self.kv_cache_dtype == "u8" else (key, value)
 
     def _query_tiles(self, tokens: int, keys: int) -> Iterator[tuple[int, int]]:
         rows = max(16, min(QUERY_TILE, MASK_ELEMENTS // (self.num_heads * keys)))

@@ -56,13 +56,14 @@ def shared(x: torch.Tensor) -> ov.Tensor:
 
 @dataclass(frozen=True)
 class PagedForm:
-    """What a compiled PagedAttention model is made for. alibi, sinks: whether it has those inputs."""
+    """What a compiled PagedAttention model is made for. stored: of the cache; alibi, sinks: whether it has them."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     head_size_v: int
     dtype: torch.dtype
+    stored: torch.dtype
     alibi: bool
     sinks: bool
     device: str
@@ -132,7 +133,9 @@ def _compiled(form: PagedForm | SdpaForm) -> Model:
 def _settings(form: PagedForm | SdpaForm) -> dict[str, Any]:
     found: dict[str, Any] = {"INFERENCE_PRECISION_HINT": HINTS[form.dtype]}
     if isinstance(form, PagedForm):
-        found["KV_CACHE_PRECISION"] = TYPES[form.dtype].get_type_name()
+        found["KV_CACHE_PRECISION"] = "u8" if form.stored == torch.uint8 else TYPES[form.stored].get_type_name()
+        if form.stored == torch.uint8:  # by channel a new token would change the bytes of earlier ones
+            found["KEY_CACHE_QUANT_MODE"] = "BY_TOKEN"
     if form.device == "CPU":  # a pinned thread would fight with the caller's own, and with a second process
         found |= {"INFERENCE_NUM_THREADS": form.threads, "ENABLE_CPU_PINNING": False}
     return found

@@ -37,12 +37,14 @@ FP8_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 
 
 def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a cache's tensors: the model's for ``auto``, a torch.float8_* for the fp8 words."""
+    """The dtype of a cache's tensors: the model's for ``auto``, a torch.float8_* for the fp8 words, bytes for u8."""
     if kv_cache_dtype == "auto":
         return model_dtype
+    if kv_cache_dtype == "u8":
+        return torch.uint8
     if kv_cache_dtype not in FP8_DTYPES:
         raise BadInputError(
-            f"no torch cache holds kv_cache_dtype {kv_cache_dtype!r}; give auto, {', '.join(FP8_DTYPES)}"
+            f"no torch cache holds kv_cache_dtype {kv_cache_dtype!r}; give auto, u8, {', '.join(FP8_DTYPES)}"
         )
     return FP8_DTYPES[kv_cache_dtype]
 

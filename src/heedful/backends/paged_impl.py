@@ -120,6 +120,10 @@ class PagedImpl(AttentionImpl):
         if call.views is not None and call.key is not None and call.value is not None:
             write_cache(call.key, call.value, call.views, call.step, call.k_scale, call.v_scale)
 
+    def row_size(self, size: int) -> int:
+        """Elements of a head's row in the cache."""
+        return size
+
     def forward(
         self,
         query: torch.Tensor,
@@ -208,10 +212,10 @@ class PagedImpl(AttentionImpl):
         if type(k_scale) is type(v_scale) is float and k_scale == v_scale == 1.0:
             return 1.0, 1.0
         found = arguments.positive_number("k_scale", k_scale), arguments.positive_number("v_scale", v_scale)
-        if self.kv_cache_dtype == "auto" and found != (1.0, 1.0):
+        if self.kv_cache_dtype in ("auto", "u8") and found != (1.0, 1.0):
             raise BadInputError(
-                f"k_scale {found[0]} and v_scale {found[1]} came, but a cache of kv_cache_dtype 'auto' has no scale; "
-                "leave them at 1 or build the layer with an fp8 cache"
+                f"k_scale {found[0]} and v_scale {found[1]} came, but a cache of kv_cache_dtype "
+                f"{self.kv_cache_dtype!r} has no scale; leave them at 1 or build the layer with an fp8 cache"
             )
         return found
 
@@ -261,7 +265,7 @@ class PagedImpl(AttentionImpl):
             raise BadInputError(f"{self.backend.name} has an opaque cache layout; PagedImpl needs views of it")
         dtype = cache_dtype(self.kv_cache_dtype, query.dtype)
         for name, view, size in (("K", views[0], self.head_size), ("V", views[1], self.head_size_v)):
-            self._check_view(name, view, size, dtype, query.device)
+            self._check_view(name, view, self.row_size(size), dtype, query.device)
         arguments.check_sides(*views)
         if views[0].shape[:2] != views[1].shape[:2]:
             raise BadInputError(

@@ -74,6 +74,8 @@ def _filled(
         held = torch.cat([x[:n] for x, n in zip(rows, lengths, strict=True)])
         dtype = CACHE_FLOATS.get(case.kv_cache_dtype, held.dtype)
         page = poisoned((num_blocks, case.block_size, *held.shape[1:]), dtype, generator)
+        if case.kv_cache_dtype == "u8":
+            page = store_rounded(page, 1.0, "u8")
         found.append(written(page, flat, store_rounded(held, scale, case.kv_cache_dtype)))
     return found[0], found[1]
 

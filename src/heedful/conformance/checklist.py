@@ -64,6 +64,14 @@ CONTRACT_REFUSES: Final = (
 )
 """Cross attention has no positions in common, so every backend must refuse these."""
 
+U8: Final = but(kv_cache_dtype="u8", block_size=32)
+"""OpenVINO's cache in OpenVINO's own pages, which the array may not happen to bring together."""
+U8_FEATURES: Final[tuple[dict[str, Any], ...]] = (
+    *({"batch": batch} for batch in ("mixed", "chunked", "decode", "prefix_hit", "speculative", "padded")),
+    {"sliding_window": 7},
+    {"sinks": True, "head_size_v": 48},
+    {"alibi": True, "head_size": 80},
+)
 FP8: Final = ("fp8", "fp8_e4m3", "fp8_e5m2")
 PHASES: Final = ("prefill", "decode", "chunked")
 CROSS: Final = but(attn_type="encoder_decoder", batch="mixed")
@@ -136,9 +144,12 @@ _NUMERIC: Final = (
         "output_agrees_with_reference",
         "checks_numeric",
         smoke=(*with_families(FEATURES), *(replace(case, dtype="float32") for case in FEATURES), *CONTRACT_REFUSES),
-        more=in_dtypes(
-            but(sliding_window=window, alibi=alibi, batch="long", head_size=64)
-            for window, alibi in ((None, False), (None, True), (100, False))
+        more=(
+            *in_dtypes(
+                but(sliding_window=window, alibi=alibi, batch="long", head_size=64)
+                for window, alibi in ((None, False), (None, True), (100, False))
+            ),
+            *in_dtypes(replace(U8, **feature) for feature in U8_FEATURES),
         ),
         array=always,
     ),
@@ -169,7 +180,13 @@ _NUMERIC: Final = (
             but(batch="prefill", sliding_window=7),
             but(batch="prefill", kv_cache_dtype="fp8"),
         ),
-        more=in_dtypes((but(batch="prefill", alibi=True, logits_soft_cap=2.0), but(batch="prefill", sinks=True))),
+        more=in_dtypes(
+            (
+                but(batch="prefill", alibi=True, logits_soft_cap=2.0),
+                but(batch="prefill", sinks=True),
+                replace(U8, batch="prefill"),
+            )
+        ),
     ),
     Check(
         "a_profiling_run_needs_no_cache",
@@ -238,7 +255,13 @@ _CACHE: Final = (
         "a_write_stores_exact_bytes",
         "checks_cache",
         smoke=(PLAIN, but(batch="prefix_hit"), but(batch="padded"), *(but(kv_cache_dtype=word) for word in FP8)),
-        more=in_dtypes((but(head_size_v=48), but(num_heads=16, num_kv_heads=16, head_size=64, batch="prefill"))),
+        more=in_dtypes(
+            (
+                but(head_size_v=48),
+                but(num_heads=16, num_kv_heads=16, head_size=64, batch="prefill"),
+                *(replace(U8, **feature) for feature in U8_FEATURES),
+            )
+        ),
         array=has_cache,
     ),
     Check("fp8_rounds_to_even_and_clamps", "checks_cache", smoke=in_dtypes(but(kv_cache_dtype=word) for word in FP8)),
@@ -248,15 +271,28 @@ _CACHE: Final = (
         "page_tails_never_reach_the_output",
         "checks_cache",
         smoke=(*(but(batch=batch) for batch in PHASES), but(batch="exact_page"), CROSS),
-        more=in_dtypes((but(batch="decode", block_size=32), but(batch="decode", kv_cache_dtype="fp8"))),
+        more=in_dtypes(
+            (
+                but(batch="decode", block_size=32),
+                but(batch="decode", kv_cache_dtype="fp8"),
+                replace(U8, batch="decode"),
+                replace(U8, batch="chunked"),
+            )
+        ),
     ),
     Check("slots_past_32_bits_are_exact", "checks_cache", smoke=(but(batch="decode", num_heads=16, num_kv_heads=16),)),
     Check(
-        "copy_blocks_copies_whole_blocks", "checks_cache", smoke=(PLAIN, but(kv_cache_dtype="fp8"), but(head_size_v=48))
+        "copy_blocks_copies_whole_blocks",
+        "checks_cache",
+        smoke=(PLAIN, but(kv_cache_dtype="fp8"), but(head_size_v=48)),
+        more=(U8,),
     ),
     Check("copy_blocks_refuses_chains", "checks_cache", smoke=(PLAIN,)),
     Check(
-        "swap_blocks_copies_whole_blocks", "checks_cache", smoke=(PLAIN, but(kv_cache_dtype="fp8"), but(head_size_v=48))
+        "swap_blocks_copies_whole_blocks",
+        "checks_cache",
+        smoke=(PLAIN, but(kv_cache_dtype="fp8"), but(head_size_v=48)),
+        more=(U8,),
     ),
 )
 
@@ -276,7 +312,7 @@ _REFUSAL: Final = tuple(
         "a_layer_that_means_nothing_is_refused": (PLAIN,),
         "blocksparse_is_refused_unless_claimed": (PLAIN,),
         "per_head_numbers_must_fit_the_heads": (but(alibi=True), but(sinks=True)),
-        "a_bad_cache_scale_is_refused": (PLAIN, but(kv_cache_dtype="fp8")),
+        "a_bad_cache_scale_is_refused": (PLAIN, but(kv_cache_dtype="fp8"), U8),
         "tensors_that_do_not_fit_are_refused": (PLAIN, but(attn_type="encoder_only", batch="ragged")),
         "a_block_outside_the_cache_is_refused": (PLAIN, but(batch="decode"), CROSS),
         "a_block_named_twice_is_refused": (but(batch="decode"), but(batch="chunked")),

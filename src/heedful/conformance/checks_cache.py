@@ -11,7 +11,7 @@ import torch
 from heedful.conformance.bench import Bench, OutOfReachError, agree, device, must_refuse, same_bits
 from heedful.conformance.pages import POISON, as_bytes, rows_of, slots_of
 from heedful.errors import HeedfulError
-from heedful.reference import CACHE_FLOATS
+from heedful.reference import CACHE_FLOATS, store_rounded
 
 if TYPE_CHECKING:
     from heedful.backends.base import AttentionBackend, KVCache
@@ -66,7 +66,7 @@ def check_fp8_rounds_to_even_and_clamps(backend: type[AttentionBackend], case: C
         nan = other.float().isnan()
         assert torch.equal(one.float().isnan(), nan), f"NaN does not stay NaN, or something else becomes NaN, in {name}"
         differs = (as_bytes(one) != as_bytes(other)) & ~nan
-        pairs = list(zip(one[differs][:4].tolist(), other[differs][:4].tolist(), strict=True))
+        pairs = list(zip(*(x.float()[differs][:4].tolist() for x in (one, other)), strict=True))
         assert not pairs, f"{int(differs.sum())} elements of {name} are stored wrongly; (found, right): {pairs}"
 
 
@@ -132,12 +132,19 @@ def check_page_tails_never_reach_the_output(backend: type[AttentionBackend], cas
         if views is None:
             raise OutOfReachError("the cache's layout is opaque (kv_views gives None), so its free slots cannot be set")
         for view in views:
-            largest = min(filling, torch.finfo(view.dtype).max)
-            as_bytes(view)[free.to(view.device)] = as_bytes(torch.tensor([largest], device=view.device).to(view.dtype))
+            as_bytes(view)[free.to(view.device)] = as_bytes(_filled_row(view, filling))
         answers.append(bench.forward())
     assert same_bits(answers[0], answers[1]), "what lies in unused slots reaches the output (1e4 against 0)"
     assert same_bits(answers[0], answers[2]), "what lies in unused slots reaches the output (1e4 against 1e3)"
     return agree(bench.on_host.expected(), answers[0])
+
+
+def _filled_row(view: torch.Tensor, filling: float) -> torch.Tensor:
+    """One row of a cache that holds the number everywhere, or the largest that its dtype has."""
+    if view.dtype == torch.uint8:
+        return store_rounded(torch.full((view.shape[3] - 8,), filling), 1.0, "u8").to(view.device)
+    largest = min(filling, torch.finfo(view.dtype).max)
+    return torch.full((view.shape[3],), largest).to(view.dtype).to(view.device)
 
 
 def _held_slots(batch: Batch) -> torch.Tensor:

@@ -83,7 +83,7 @@ def check_a_bad_cache_scale_is_refused(backend: type[AttentionBackend], case: Ca
     """A scale is one positive finite number, and 1 where the cache is not fp8; nothing is written before the error."""
     bench = Bench(backend, case)
     bad: list[Any] = [NAN, INF, 0.0, -1.0, torch.ones(2, device=device()), torch.tensor(NAN, device=device())]
-    if case.kv_cache_dtype == "auto":
+    if case.kv_cache_dtype in ("auto", "u8"):
         bad.append(0.5)
     for scale in bad:
         for name in ("k_scale", "v_scale"):

@@ -17,7 +17,7 @@ from heedful.conformance.assemble import assemble, shared_pages
 from heedful.conformance.batch import Batch, Layer, Tokens
 from heedful.conformance.pages import starts_of
 from heedful.errors import BadInputError
-from heedful.reference import alibi_slopes, reference_attention
+from heedful.reference import CACHE_FLOATS, alibi_slopes, reference_attention, u8_grid
 from heedful.types import AttentionType
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ LOGIT_SIZE = {"normal": 1.0, "peaky": 4.0, "coded": 4.0}
 
 CAPPED_SIZE = {"normal": 0.5, "peaky": 1.0, "coded": 1.0}
 """The same as a share of the soft cap, where there is one and this is larger."""
+
+NEAR_A_TIE = 2**-8
+"""Of the distance between two bytes of a u8 cache: many times what fp32 arithmetic can be off by."""
 
 CACHE_SCALES = ((0.25, 0.5), (0.34375, 0.40625))
 """(k_scale, v_scale) of fp8 caches. Exact in every float format; the second pair is no power of two."""
@@ -53,7 +56,19 @@ def _tokens(case: Case, generator: torch.Generator) -> Tokens:
     values = [_values(case, n, generator).to(dtype) for n in lengths]
     _share_prefix(case, keys)
     _share_prefix(case, values)
+    if case.kv_cache_dtype == "u8":
+        keys, values = ([_off_the_ties(x) for x in rows] for rows in (keys, values))
     return Tokens(query.to(dtype), tuple(keys), tuple(values))
+
+
+def _off_the_ties(x: Tensor) -> Tensor:
+    """x [..., size] with its row's largest element for those that lie between two bytes of a u8 cache.
+
+    Which way such an element is rounded depends on how a kernel orders its arithmetic; the contract leaves it open.
+    """
+    own, zero = u8_grid(x)
+    place = x.double() / own.double() + zero.double()
+    return torch.where((place - place.floor() - 0.5).abs() < NEAR_A_TIE, x.amax(-1, keepdim=True), x)
 
 
 def _normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -84,7 +99,7 @@ def _layer(case: Case, tokens: Tokens, generator: torch.Generator) -> Layer:
     scale = case.head_size**-0.5
     slopes = alibi_slopes(case.num_heads) if case.alibi else None
     k_scale, v_scale = 1.0, 1.0
-    if case.kv_cache_dtype != "auto":
+    if case.kv_cache_dtype in CACHE_FLOATS:
         choice = int(torch.randint(0, len(CACHE_SCALES), (1,), generator=generator))
         k_scale, v_scale = CACHE_SCALES[choice]
     sinks = _sinks(case, tokens, Layer(scale, slopes), generator) if case.sinks else None

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+from heedful.backends.builds import CHECK as BUILD_CHECK
 from heedful.backends.capabilities import row_reasons
 from heedful.conformance.checklist import check_profile, checks_for
 from heedful.conformance.results import Fidelity, Outcome, Waiver
+from heedful.errors import BadInputError
 from heedful.types import Device, Reason, ReasonCode, SelectionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from heedful.backends.base import AttentionBackend
+    from heedful.backends.builds import Build
     from heedful.conformance.cases import Case
     from heedful.conformance.checklist import Check
 
@@ -119,13 +122,16 @@ def selection_id(platform: str, selection: ExpectedSelection) -> str:
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """An expected cell together with what it takes to run it; backend is a registered name or ``module:Class``."""
+    """An expected cell together with what it takes to run it; backend is a registered name or ``module:Class``.
+
+    case: a Build in a lane ``compiled``, else a Case.
+    """
 
     expected: ExpectedCell
     backend: str
     check: str
     module: str
-    case: Case
+    case: Case | Build
 
 
 def kernel_cells(row: Row) -> Iterator[PlannedCell]:
@@ -134,7 +140,23 @@ def kernel_cells(row: Row) -> Iterator[PlannedCell]:
 
     for lane in row.lanes:
         for name in lane.backends:
-            yield from backend_cells(resolve(name), name, row.platform, lane)
+            cells = build_cells if lane.fidelity is Fidelity.COMPILED else backend_cells
+            yield from cells(resolve(name), name, row.platform, lane)
+
+
+def build_cells(backend: type[AttentionBackend], spec: str, platform: str, lane: Lane) -> Iterator[PlannedCell]:
+    """One backend's kernel builds; a backend that declares none has nothing to prove in a lane ``compiled``."""
+    check_profile(lane.profile)
+    if not backend.BUILDS:
+        raise BadInputError(f"{backend.name} declares no BUILDS; take it off the lane {lane_name(platform, lane)}")
+    for build in backend.BUILDS:
+        if not build.smoke and lane.profile == "smoke":
+            continue
+        cell_id = f"{platform}/{backend.name}/{BUILD_CHECK}[{build.id}]"
+        outcome = Outcome.PASS if build.refused is None else Outcome.NOT_SUPPORTED
+        record = None if build.refused is None else build.refused.to_dict()
+        expected = ExpectedCell(lane_name(platform, lane), cell_id, outcome, record)
+        yield PlannedCell(expected, spec, BUILD_CHECK, "checks_builds", build)
 
 
 def backend_cells(backend: type[AttentionBackend], spec: str, platform: str, lane: Lane) -> Iterator[PlannedCell]:

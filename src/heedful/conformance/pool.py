@@ -16,7 +16,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from heedful.conformance.checklist import CHECKS
 from heedful.conformance.probe import Probe, probe
-from heedful.conformance.results import Outcome
+from heedful.conformance.results import Fidelity, Outcome
 from heedful.conformance.worker import EXIT_ZERO, Ended, Order, run_cell, start
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Workers:
         timeout: float = 60.0,
         *,
         starting: Callable[[], None] = start,
-        probing: Callable[[str], Probe] = probe,
+        probing: Callable[[str, Fidelity], Probe] = probe,
     ) -> None:
         self.count, self.timeout, self._starting, self._probing = count, timeout, starting, probing
         self._pool: ProcessPool | None = None
@@ -60,15 +60,16 @@ class Workers:
             pool.stop()  # type: ignore[no-untyped-call]
             pool.join()
 
-    def probe(self, platform: str) -> Probe:
-        """What this machine can prove of a platform; a probe that dies, hangs or cannot start proves nothing."""
+    def probe(self, platform: str, fidelity: Fidelity) -> Probe:
+        """What this machine can prove of a lane; a probe that dies, hangs or cannot start proves nothing."""
         try:
-            found = self._submit(self._probing, platform).result()
+            found = self._submit(self._probing, platform, fidelity).result()
         except BrokenProcessPool as error:
             self.stop()
             return Probe(None, text=cannot_start(error), broken=True)
         except (TimeoutError, OSError, RuntimeError) as error:
-            return Probe(None, text=f"the probe of {platform} did not come back: {death(error, self.timeout)}")
+            why = death(error, self.timeout)
+            return Probe(None, text=f"the probe of {platform}.{fidelity} did not come back: {why}")
         assert isinstance(found, Probe)
         return found
 
@@ -98,12 +99,12 @@ class Workers:
             window.append((waiting[0], self._submit(run_cell, waiting[0])))
             waiting.popleft()
 
-    def _submit(self, function: Callable[..., Any], argument: object) -> Future[Any]:
+    def _submit(self, function: Callable[..., Any], *arguments: object) -> Future[Any]:
         if self._pool is None:
             self._pool = ProcessPool(
                 self.count, initializer=_begin, initargs=(self._starting, _steering()), context=_context()
             )
-        future: Future[Any] = self._pool.schedule(function, args=(argument,), timeout=self.timeout)
+        future: Future[Any] = self._pool.schedule(function, args=arguments, timeout=self.timeout)
         return future
 
     def _ended(self, future: Future[Any]) -> Ended:

@@ -42,7 +42,7 @@ def prove_refusal(
 
 
 def _attempt(backend: type[AttentionBackend], case: Case, with_lse: bool) -> None:
-    storable = case.kv_cache_dtype in ("auto", *CACHE_FLOATS)
+    storable = case.kv_cache_dtype in ("auto", "u8", *CACHE_FLOATS)
     bench = Bench(backend, case, build(case if storable else replace(case, kv_cache_dtype="auto")))
     bench.forward(output_lse=bench.empty_lse()) if with_lse else bench.forward()
 

@@ -30,6 +30,10 @@ class Outcome(StrEnum):
     NOT_RUN = "NOT_RUN"
 
 
+FIGURES: Final = "figures"
+"""The fact of a result that holds measured numbers by name, the unit at its end: ``{"temp_bytes": 4096}``."""
+
+
 class Fidelity(StrEnum):
     """How a result was obtained; measured by the lane's probe, never taken from a flag."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from heedful.conformance.cases import Case
 from heedful.conformance.plan import (
     Lane,
     Plan,
@@ -172,22 +173,22 @@ class Runner:
             yield from (judge_selection(cell, self.selections[_key(cell)]) for cell in cells)
             return
         platform, fidelity = lanes[lane]
-        found = workers.probe(platform)
+        found = workers.probe(platform, fidelity)
         if found.fidelity != fidelity:
             text = found.text or f"this machine proves {platform} as {found.fidelity}, the lane asks for {fidelity}"
             outcome = Outcome.INFRA_ERROR if found.broken else Outcome.NOT_RUN
             yield from (CheckResult(lane, cell.id, outcome, text) for cell in cells)
             return
-        yield from self._cells(cells, workers, found, platform)
+        yield from self._cells(cells, workers, found, lambda: workers.probe(platform, fidelity))
 
     def _cells(
-        self, cells: Sequence[ExpectedCell], workers: Workers, found: Probe, platform: str
+        self, cells: Sequence[ExpectedCell], workers: Workers, found: Probe, probe: Callable[[], Probe]
     ) -> Iterator[CheckResult]:
-        """Run them; after a crash the device must still answer, or the rest of the lane is not run."""
+        """Run them; after a crash the lane's probe must still answer, or the rest of the lane is not run."""
         orders = [self._order(cell, found.device) for cell in cells]
         running = workers.run(orders)
         for index, (cell, (_, ended)) in enumerate(zip(cells, running, strict=False)):
-            if ended.outcome == Outcome.CRASH and (again := workers.probe(platform)).fidelity != found.fidelity:
+            if ended.outcome == Outcome.CRASH and (again := probe()).fidelity != found.fidelity:
                 lost = replace(ended, outcome=Outcome.DEVICE_LOST, detail=f"{ended.detail}; then: {again.text}")
                 yield self._result(cell, lost)
                 text = f"the device was lost in {cell.id}"
@@ -197,7 +198,9 @@ class Runner:
 
     def _order(self, cell: ExpectedCell, device: str) -> Order:
         planned = self.known[_key(cell)]
-        case = replace(planned.case, seed=planned.case.seed + self.terms.seed)
+        case = planned.case
+        if isinstance(case, Case):
+            case = replace(case, seed=case.seed + self.terms.seed)
         return Order(planned.backend, planned.check, planned.module, case, device, cell.reason)
 
     def _result(self, cell: ExpectedCell, ended: Ended) -> CheckResult:
@@ -210,5 +213,6 @@ class Runner:
             reason=cell.reason if ended.outcome == Outcome.NOT_SUPPORTED else None,
             margins=ended.margins,
             seconds=ended.seconds,
-            seed=case.seed + self.terms.seed,
+            seed=case.seed + self.terms.seed if isinstance(case, Case) else 0,
+            facts=ended.facts,
         )

@@ -6,10 +6,12 @@ import os
 import time
 import traceback
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from heedful.conformance.results import Outcome
+from heedful.backends.builds import Build
+from heedful.conformance.results import FIGURES, Outcome
 from heedful.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -23,12 +25,15 @@ EXIT_ZERO: Final = 120
 
 @dataclass(frozen=True)
 class Order:
-    """One cell to run. backend: a registered name or ``module:Class``. reason: set where a refusal is to be proven."""
+    """One cell to run. backend: a registered name or ``module:Class``. reason: set where a refusal is to be proven.
+
+    case: a Build where the check is its compilation.
+    """
 
     backend: str
     check: str
     module: str
-    case: Case
+    case: Case | Build
     device: str = "cpu"
     reason: Mapping[str, str] | None = None
 
@@ -40,6 +45,7 @@ class Ended:
     outcome: Outcome
     detail: str = ""
     margins: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -64,7 +70,7 @@ def _ended(order: Order) -> Ended:
 
     try:
         with on_device(order.device):
-            margins = _action(order)()
+            found = _action(order)() or {}
     except (BackendUnavailableError, OutOfReachError) as error:
         return Ended(Outcome.NOT_RUN, str(error))
     except Exception as error:
@@ -73,19 +79,24 @@ def _ended(order: Order) -> Ended:
         return Ended(Outcome.CRASH, f"the cell raised {type(error).__name__}({error}), which ends a process")
     if order.reason is not None:
         return Ended(Outcome.NOT_SUPPORTED, order.reason.get("text", ""))
-    return Ended(Outcome.PASS, margins=margins or {})
+    if isinstance(order.case, Build):
+        return Ended(Outcome.PASS, facts={FIGURES: dict(found)})
+    return Ended(Outcome.PASS, margins=found)
 
 
 def _action(order: Order) -> Callable[[], Any]:
+    from heedful.conformance.checks_builds import prove_build_refused
     from heedful.conformance.refusals import prove_refusal
     from heedful.registry import resolve
 
     backend = resolve(order.backend)
-    if order.reason is not None:
-        with_lse = order.reason.get("asked") == "lse"
-        return lambda: prove_refusal(backend, order.case, order.reason, with_lse=with_lse)
-    check = getattr(import_module(f"heedful.conformance.{order.module}"), f"check_{order.check}")
-    return lambda: check(backend, order.case)
+    if order.reason is None:
+        check = getattr(import_module(f"heedful.conformance.{order.module}"), f"check_{order.check}")
+        return partial(check, backend, order.case)
+    if isinstance(order.case, Build):
+        return partial(prove_build_refused, backend, order.case)
+    with_lse = order.reason.get("asked") == "lse"
+    return partial(prove_refusal, backend, order.case, order.reason, with_lse=with_lse)
 
 
 def told(error: Exception) -> str:

@@ -8,9 +8,9 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from heedful.conformance.results import Outcome
+from heedful.conformance.results import FIGURES, Outcome
 from heedful.report.sections import Section, code, fenced, table
-from heedful.report.text import backend_of, check_of, explanation
+from heedful.report.text import backend_of, check_of, explanation, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +41,7 @@ def render(report: Report, limit: int = LIMIT) -> str:
         (6, _margins(report)),
         (7, _grouped(report, Outcome.NOT_SUPPORTED, "Not supported")),
         (8, _grouped(report, Outcome.NOT_RUN, "Not run")),
+        (9, _figures(report)),
         (1, _provenance(report)),
     )
     room = limit - len(head.encode())
@@ -177,6 +178,22 @@ def _margins(report: Report) -> Section | None:
 def _dtype(cell_id: str) -> str:
     """A case's id starts with the word for its dtype."""
     return cell_id.partition("[")[2].partition("-")[0].rstrip("]")
+
+
+def _figures(report: Report) -> Section | None:
+    """A row a kernel build, a column a figure."""
+    results = [result for result in report.results if isinstance(result.facts.get(FIGURES), dict)]
+    if not results:
+        return None
+    names = list(dict.fromkeys(name for result in results for name in result.facts[FIGURES]))
+
+    def cells(result: CheckResult) -> tuple[str, ...]:
+        figures = result.facts[FIGURES]
+        told = (f"{figures[name]:,.6g}" if isinstance(figures.get(name), int | float) else "–" for name in names)
+        return (code(result.id), *told, f"{result.seconds:.2f}")
+
+    columns = ("build", *(f"#{printable(name)}" for name in names), "#seconds")
+    return table("Builds", columns, results, cells)
 
 
 def _grouped(report: Report, outcome: Outcome, title: str) -> Section | None:

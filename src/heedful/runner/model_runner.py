@@ -32,6 +32,8 @@ class RunnerOptions:
     dtype: of weights and activations; None is the checkpoint's. block_size: tokens a cache block. num_blocks: None
     makes as many as kv_cache_bytes hold. max_num_seqs: requests that run at once. max_num_batched_tokens: tokens a
     step computes at most, so a longer prompt is prefilled in chunks. share_prefixes: requests share computed blocks.
+    emulated: run on a device that is only simulated, in host memory, where the backend has an emulation: a proof of
+    numbers, not of speed.
     """
 
     dtype: str | None = None
@@ -42,6 +44,7 @@ class RunnerOptions:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     share_prefixes: bool = True
+    emulated: bool = False
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.num_blocks < 1:
@@ -63,9 +66,10 @@ class ModelRunner:
         if self.dtype not in DTYPES:
             raise BadInputError(f"unknown dtype {self.dtype!r}; give one of {', '.join(DTYPES)}")
         self.selection = explain(self._request())
-        self._refuse_simulated()
         self.backend = self._select()
-        self.device = torch.device(TORCH_DEVICES.get(self.selection.device.platform, "cpu"))
+        self._refuse_simulated()
+        device = self.selection.device
+        self.device = torch.device("cpu" if device.simulated else TORCH_DEVICES.get(device.platform, "cpu"))
         self.attn_state = self.backend.get_state_cls()(weakref.proxy(self))
         self.model = Llama(self.config, self._place_weights(), self._make_impl)
         self.kv_caches: list[KVCache] = [self._empty() for _ in range(self.config.num_layers)]
@@ -99,9 +103,10 @@ class ModelRunner:
 
     def _refuse_simulated(self) -> None:
         device = self.selection.device
-        if device.simulated:
+        if device.simulated and not (self.options.emulated and self.backend.EMULATES):
+            why = f"; {self.backend.name} has no emulation" if self.options.emulated else ""
             raise BackendUnavailableError(
-                f"a model was to run on {device}, but that device is only simulated here; unset HEEDFUL_PLATFORM, "
+                f"a model was to run on {device}, but that device is only simulated here{why}; unset HEEDFUL_PLATFORM, "
                 "or use a machine that has one"
             )
 

@@ -93,7 +93,7 @@ FACTS = [
     ("IPEX", None, {"alibi": True}, False),
     ("IPEX", None, {"kv_cache_dtype": "fp8"}, False),
     ("OPENVINO", None, {"block_size": 32, "sinks": True, "head_size_v": 64}, True),
-    ("OPENVINO", None, {"block_size": 32, "kv_cache_dtype": "u8"}, False),
+    ("OPENVINO", None, {"block_size": 32, "kv_cache_dtype": "u8"}, True),
     ("OPENVINO", None, {"block_size": 32, "kv_cache_dtype": "fp8"}, False),
     ("OPENVINO", None, {"block_size": 32, "alibi": True, "sliding_window": 8}, True),
     ("OPENVINO", None, {"block_size": 32, "head_size": 33}, True),

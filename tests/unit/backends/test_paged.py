@@ -282,8 +282,8 @@ def test_a_cache_has_the_dtype_of_its_word():
     words = {"auto": torch.float16, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
     assert {word: cache_dtype(word, torch.float16) for word in words} == words
     assert cache_dtype("fp8_e5m2", torch.float32) == torch.float8_e5m2
-    with pytest.raises(BadInputError, match="'u8'; give auto, fp8"):
-        cache_dtype("u8", torch.float32)
+    with pytest.raises(BadInputError, match="'u4'; give auto, u8, fp8"):
+        cache_dtype("u4", torch.float32)
 
 
 def test_every_fp8_value_survives_a_round_trip():

@@ -17,6 +17,7 @@ from heedful.conformance.checks_cache import (
 from heedful.conformance.closed_forms import FORMS
 from heedful.conformance.cuts import Piece, chunks, cut, rows_of, whole
 from heedful.conformance.inputs import build
+from heedful.conformance.pool import Workers
 from heedful.conformance.probe import probe
 from heedful.conformance.refusals import prove_refusal
 from heedful.conformance.results import Fidelity, Outcome
@@ -187,10 +188,18 @@ def test_no_check_names_a_backend():
         assert [name for name in names() if name in text] == [], module
 
 
-def test_every_platform_is_probed_and_the_cpu_is_hardware():
-    found = {platform: probe(platform) for platform in PLATFORMS}
-    assert found["cpu"].fidelity == Fidelity.HARDWARE
-    assert all(p.fidelity is not None or p.text for p in found.values())
+def test_every_lane_is_probed_and_answers_for_itself_alone():
+    lanes = [(platform, fidelity) for platform in PLATFORMS for fidelity in Fidelity]
+    with Workers() as workers:
+        found = {lane: workers.probe(*lane) for lane in lanes}
+    assert found["cpu", Fidelity.HARDWARE].fidelity == Fidelity.HARDWARE
+    for (_, fidelity), answer in found.items():
+        assert answer.fidelity in (None, fidelity)
+        assert (answer.fidelity is None) == bool(answer.text)
+
+
+def test_a_lane_that_nothing_probes_is_out_of_reach():
+    assert "proves nothing of cpu at fidelity compiled" in probe("cpu", Fidelity.COMPILED).text
 
 
 def test_the_device_under_test_holds_for_what_runs_inside():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from heedful.conformance.plan import ExpectedSelection, Lane, Row, plan
+from heedful.conformance.plan import ExpectedSelection, Lane, Row, kernel_cells, plan
 from heedful.conformance.pool import Workers
 from heedful.conformance.probe import Probe
 from heedful.conformance.results import Fidelity, Outcome, Waiver
@@ -94,7 +94,7 @@ def test_a_claim_that_is_refused_and_a_refusal_that_computes_both_fail(tmp_path)
     assert "computed without a word" in less[0].detail
 
 
-def no_device(platform):
+def no_device(platform, fidelity):
     return Probe(None, text=f"{platform} does not answer any more")
 
 
@@ -104,9 +104,9 @@ class Probing:
     def __init__(self, path):
         self.path = path
 
-    def __call__(self, platform):
+    def __call__(self, platform, fidelity):
         if self.path.exists():
-            return no_device(platform)
+            return no_device(platform, fidelity)
         self.path.touch()
         return Probe(Fidelity.HARDWARE)
 
@@ -170,7 +170,7 @@ def test_a_lane_of_another_fidelity_is_not_run():
     row = Row("cpu", (Lane(Fidelity.EMULATED, ("NO_ATTENTION",), "smoke"),))
     found = list(run_plan(plan([row]), [row]))
     assert set(outcomes(found)) == {"NOT_RUN"}
-    assert "proves cpu as hardware" in found[0].detail
+    assert "proves nothing of cpu at fidelity emulated" in found[0].detail
 
 
 def test_a_plan_gets_exactly_one_result_for_every_cell():
@@ -251,4 +251,54 @@ def test_workers_see_what_steers_heedful_now(monkeypatch, words):
         else:
             monkeypatch.setenv("HEEDFUL_CPU_ISA", word)
         with Workers(probing=unruly.steered) as workers:
-            assert workers.probe("cpu").text == (word or "unset")
+            assert workers.probe("cpu", Fidelity.HARDWARE).text == (word or "unset")
+
+
+def compiled_here(platform, fidelity):
+    return Probe(Fidelity.COMPILED)
+
+
+def built(probing=compiled_here, profile="smoke"):
+    """Each build's result, run in workers on a lane that probing says is there."""
+    row = Row("cpu", (Lane(Fidelity.COMPILED, ("unruly:Builder",), profile),))
+    known = {(cell.expected.lane, cell.expected.id): cell for cell in kernel_cells(row)}
+    runner = Runner(known, {}, (row,), Terms(), lambda count, timeout: Workers(count, timeout, probing=probing))
+    return {result.id: result for result in runner.results(plan([row]).cells)}
+
+
+def test_a_build_is_a_cell_whose_figures_are_kept():
+    found = built()["cpu/BUILDER/compiles[attention-x1-plain]"]
+    assert (found.lane, found.outcome, found.facts) == (
+        "cpu.compiled",
+        Outcome.PASS,
+        {"figures": {"code_bytes": 4096}},
+    )
+
+
+def test_every_build_ends_as_its_compiler_says():
+    told = {cell_id.partition("x1-")[2].rstrip("]"): result for cell_id, result in built().items()}
+    assert {name: str(result.outcome) for name, result in told.items()} == {
+        "plain": "PASS",
+        "huge": "NOT_SUPPORTED",
+        "lie": "FAIL",
+        "mute": "FAIL",
+        "broken": "FAIL",
+    }
+    assert told["huge"].reason["text"] == "more than the memory of an x1"
+    assert "but it compiled" in told["lie"].detail
+    assert "no figure" in told["mute"].detail
+    assert "fell over" in told["broken"].detail
+
+
+def test_a_build_that_is_not_of_the_smoke_profile_is_asked_later():
+    assert "cpu/BUILDER/compiles[attention-x1-late]" in built(profile="ci")
+
+
+def test_builds_are_not_run_where_nothing_compiles():
+    found = built(probing=no_device).values()
+    assert {str(result.outcome) for result in found} == {"NOT_RUN"}
+
+
+def test_a_backend_without_builds_has_no_place_in_a_compiled_lane():
+    with pytest.raises(BadInputError, match="NO_ATTENTION declares no BUILDS"):
+        plan([Row("cpu", (Lane(Fidelity.COMPILED, ("NO_ATTENTION",), "ci"),))])

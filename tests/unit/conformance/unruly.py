@@ -7,7 +7,10 @@ import os
 import signal
 import time
 
+from heedful.backends.builds import Build
 from heedful.backends.torch_sdpa import TorchSdpaBackend
+from heedful.errors import UnsupportedError
+from heedful.types import Reason, ReasonCode
 
 
 class Unruly(TorchSdpaBackend):
@@ -47,8 +50,35 @@ def exit_by_exception(code):
     raise SystemExit(code)
 
 
-def steered(platform):
+def steered(platform, fidelity):
     """A probe that tells what steers heedful in the worker."""
     from heedful.conformance.probe import Probe
 
     return Probe(None, text=os.environ.get("HEEDFUL_CPU_ISA", "unset"))
+
+
+def _build(variant, refused=None, *, smoke=True):
+    limit = None if refused is None else Reason(ReasonCode.CAPABILITY, refused, variant, "smaller")
+    return Build("attention", "x1", variant, {"bytes": 4096}, smoke=smoke, refused=limit)
+
+
+class Builder(TorchSdpaBackend):
+    """Its compiler takes all but what is called huge, says no figure of "mute", and breaks off at "broken"."""
+
+    name = "BUILDER"
+    BUILDS = (
+        _build("plain"),
+        _build("huge", "more than the memory of an x1"),
+        _build("lie", "said to be refused"),
+        _build("mute"),
+        _build("broken"),
+        _build("late", smoke=False),
+    )
+
+    @classmethod
+    def compile_build(cls, build):
+        if build.variant == "huge":
+            raise UnsupportedError("the compiler ran out of memory")
+        if build.variant == "broken":
+            raise RuntimeError("the compiler fell over")
+        return {} if build.variant == "mute" else {"code_bytes": build.options["bytes"]}

@@ -282,3 +282,14 @@ def test_a_long_detail_is_cut_and_says_by_how_much():
     report = report_of([expected("a[x]")], [result("a[x]", FAIL, detail="x" * 5000)])
     assert f"{'x' * 2000}… (3000 more characters)" in markdown.render(report)
     assert cell_id("a[x]") in markdown.render(report)
+
+
+def test_kernel_builds_have_a_table_of_their_figures():
+    builds = [
+        replace(result("compiles[attention-x1-a]"), facts={"figures": {"code_bytes": 4096.0, "flops": 1.5e9}}),
+        replace(result("compiles[attention-x1-b]"), facts={"figures": {"code_bytes": 20.0}}),
+    ]
+    text = markdown.render(report_of([expected(r.id.partition("SDPA/")[2]) for r in builds], builds))
+    assert "| build | code_bytes | flops | seconds |" in text
+    assert "| `cpu/TORCH_SDPA/compiles[attention-x1-a]` | 4,096 | 1.5e+09 |" in text
+    assert "| `cpu/TORCH_SDPA/compiles[attention-x1-b]` | 20 | – |" in text

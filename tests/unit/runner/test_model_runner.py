@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from heedful.backends.base import CommonAttentionState
+from heedful.backends.torch_sdpa import TorchSdpaBackend
 from heedful.errors import BackendUnavailableError, BadInputError, HeedfulError, SelectionError, WeightsError
 from heedful.runner import ModelRunner, RunnerOptions, model_runner
 from heedful.runner.batch import build_batch
@@ -147,6 +148,16 @@ def test_a_simulated_device_is_refused_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(model_runner, "explain", lambda request: record)
     with pytest.raises(BackendUnavailableError, match=r"run on cuda 9\.0, but that device is only simulated here"):
         ModelRunner(checkpoint(), SMALL)
+
+
+def test_an_emulated_run_needs_a_backend_that_has_an_emulation(monkeypatch):
+    record = replace(model_runner.explain(SelectionRequest(16)), device=Device("tpu", arch="v5e"))
+    monkeypatch.setattr(model_runner, "explain", lambda request: record)
+    options = replace(SMALL, emulated=True)
+    with pytest.raises(BackendUnavailableError, match="TORCH_SDPA has no emulation"):
+        ModelRunner(checkpoint(), options)
+    monkeypatch.setattr(TorchSdpaBackend, "EMULATES", True)
+    assert ModelRunner(checkpoint(), options).device.type == "cpu"
 
 
 def test_parts_that_choose_different_backends_are_an_error(monkeypatch):
