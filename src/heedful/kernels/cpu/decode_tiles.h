@@ -22,6 +22,7 @@ struct DecodeTiles : Cached<T> {
   static constexpr int kKeys = 16, kSixteens = kTile / kKeys;  // of a tile register; of an item
   static constexpr int kVectors = kTile * R / W;               // of scores of an item
   static constexpr int kSums = R * W, kQuery = kKeys * R;      // words of a tile of sums, of queries
+  static constexpr int kWeights = kSixteens * 2 * kSums;       // words of the weights of an item
 
   struct Rows {  // of K or V: where each sixteen begins, and bytes between neighbours
     const char* at[kSixteens];
@@ -30,32 +31,31 @@ struct DecodeTiles : Cached<T> {
 
   const int blocks, q_tiles, v_tiles;  // tiles of 32 elements
   int32_t* q;        // [heads][blocks][q_tiles][16 pairs][R]
-  char *k, *v;       // [kTile] rows of q_tiles, v_tiles tiles; what was copied
+  char* copy;        // [kTile] rows of tiles: keys, later values, so that they stay in the nearest cache
   float* acc;        // [heads][blocks][v_tiles][even, odd][R][16]
   vf *top, *sum;     // [heads][blocks], the same for all groups of lanes; spread over them
   RowBlock* see;     // [blocks]
   float* s;          // [kVectors] vectors
-  int32_t* p;        // [kSixteens][low, high][R][16 keys]
+  int32_t* p;        // [blocks][kSixteens][low, high][R][16 keys]
   TileRegisters registers{R};
 
   static int tiles_of(int size) { return (size + K::elements - 1) / K::elements * K::units; }
   static int blocks_of(int rows) { return (rows + R - 1) / R; }
   static int64_t scratch(const heedful_attention& a, int rows, int heads) {
     const int64_t n = int64_t(heads) * blocks_of(rows), q_tiles = tiles_of(a.head_size), v_tiles = tiles_of(a.head_size_v);
-    return n * (q_tiles * kQuery * 4 + v_tiles * 2 * kSums * 4 + 2 * sizeof(vf)) + kTile * (q_tiles + v_tiles) * 64 +
-           blocks_of(rows) * sizeof(RowBlock) + kVectors * sizeof(vf) + kSixteens * 2 * kSums * 4 + 1024;
+    return n * (q_tiles * kQuery * 4 + v_tiles * 2 * kSums * 4 + 2 * sizeof(vf)) + kTile * (q_tiles > v_tiles ? q_tiles : v_tiles) * 64 +
+           blocks_of(rows) * (sizeof(RowBlock) + kWeights * 4) + kVectors * sizeof(vf) + 1024;
   }
   DecodeTiles(const heedful_attention& a, const DecodeUnit& u, char* at)
       : Base(a, u), blocks(blocks_of(rows)), q_tiles(tiles_of(a.head_size)), v_tiles(tiles_of(a.head_size_v)) {
     q = take<int32_t>(at, int64_t(heads) * blocks * q_tiles * kQuery);
-    k = take<char>(at, kTile * q_tiles * 64);
-    v = take<char>(at, kTile * v_tiles * 64);
+    copy = take<char>(at, kTile * (q_tiles > v_tiles ? q_tiles : v_tiles) * 64);
     acc = take<float>(at, int64_t(heads) * blocks * v_tiles * 2 * kSums);
     top = take<vf>(at, heads * blocks);
     sum = take<vf>(at, heads * blocks);
     see = take<RowBlock>(at, blocks);
     s = take<float>(at, kVectors * W);
-    p = take<int32_t>(at, kSixteens * 2 * kSums);
+    p = take<int32_t>(at, blocks * kWeights);
   }
   static auto lanes(int b) {
     return [b](int i) { return b * R + i % R; };
@@ -110,13 +110,13 @@ struct DecodeTiles : Cached<T> {
   }
   Rows keys_of(const Tile& t, int h, bool lie) const {
     if (lie) return lying(t.k, h * k_head, k_row);
-    return copied(k, q_tiles, a.head_size, 0, t.keys, [&](int key) FLAT {
+    return copied(copy, q_tiles, a.head_size, 0, t.keys, [&](int key) FLAT {
       return h * k_head + (Base::direct ? t.k[key / 4] + key % 4 * k_row : Base::k_at(t.first + key));
     });
   }
   Rows values_of(const Tile& t, int h, bool lie, int begin) const {
     if (lie) return lying(t.v, h * v_head, v_row);
-    return copied(v, v_tiles, a.head_size_v, begin, t.keys, [&](int key) FLAT {
+    return copied(copy, v_tiles, a.head_size_v, begin, t.keys, [&](int key) FLAT {
       return h * v_head + (Base::direct ? t.v[key / 4] + key % 4 * v_row : Base::v_at(t.first + key));
     });
   }
@@ -185,7 +185,7 @@ struct DecodeTiles : Cached<T> {
           x[i + bit] = (vf)_mm512_permutex2var_ps(lower, (__m512i)odd, upper);
         }
   }
-  void weights(vf reference, vf& total) {
+  void weights(vf reference, vf& total, int32_t* p) const {
     for (int g = 0; g < kSixteens; g++) {
       vf x[R];
 #pragma GCC unroll 16
@@ -210,7 +210,7 @@ struct DecodeTiles : Cached<T> {
 
   // -- weights times values: registers 5 and 6 sum even and odd columns, 7 holds weights, 3 values
   template <bool Ahead>
-  void weigh(float* sums, int keys, const Rows& x, const Later& later) const {
+  void weigh(float* sums, const int32_t* p, int keys, const Rows& x, const Later& later) const {
     for (int t = 0; t < v_tiles; t++, sums += 2 * kSums) {
       TILE_LOAD(5, sums);
       TILE_LOAD(6, sums + kSums);
@@ -231,26 +231,28 @@ struct DecodeTiles : Cached<T> {
     int lowest = t.first + kTile;
     for (int b = 0; b < blocks; b++) lowest = see[b].lowest < lowest ? see[b].lowest : lowest;
     const bool lie = as_they_lie(t, lowest);
-    const Rows x = keys_of(t, h, lie), y = values_of(t, h, lie, lowest - t.first);
-    const Later later_x{later.k, later_head * k_head, k_row}, later_y{later.v, later_head * v_head, v_row};
-    block_step<true>(t, h, 0, x, y, later_x, later_y);  // the first block of rows asks for the later tile's lines
-    for (int b = 1; b < blocks; b++) block_step<false>(t, h, b, x, y, later_x, later_y);
+    const Later later_keys{later.k, later_head * k_head, k_row}, later_values{later.v, later_head * v_head, v_row};
+    const Rows keys = keys_of(t, h, lie);
+    score_block<true>(t, h, 0, keys, later_keys);  // the first block of rows asks for the later tile's lines
+    for (int b = 1; b < blocks; b++) score_block<false>(t, h, b, keys, later_keys);
+    const Rows values = values_of(t, h, lie, lowest - t.first);
+    weigh<true>(sums_of(h, 0), p, t.keys, values, later_values);
+    for (int b = 1; b < blocks; b++) weigh<false>(sums_of(h, b), p + b * kWeights, t.keys, values, later_values);
   }
+  float* sums_of(int h, int b) const { return acc + (int64_t(h) * blocks + b) * v_tiles * 2 * kSums; }
   template <bool Ahead>
-  void block_step(const Tile& t, int h, int b, const Rows& x, const Rows& y, const Later& later_x, const Later& later_y) {
+  void score_block(const Tile& t, int h, int b, const Rows& keys, const Later& later) {
     const int at = h * blocks + b;
-    float* const sums = acc + int64_t(at) * v_tiles * 2 * kSums;
     if (a.alibi_slopes) Base::read_slopes(see[b], h, lanes(b));
-    score<Ahead>(q + int64_t(at) * q_tiles * kQuery, t.keys, x, later_x);
+    score<Ahead>(q + int64_t(at) * q_tiles * kQuery, t.keys, keys, later);
     const vf now = any_settle(see[b], t.first);
     if (any(now > top[at])) {
       const vf most = vmax(now, top[at]), factor = top[at] == splat(-INFINITY) ? vf{} : exp2v(top[at] - most);
       top[at] = most;
       sum[at] = sum[at] * factor;
-      rescale(sums, factor);
+      rescale(sums_of(h, b), factor);
     }
-    weights(top[at] == splat(-INFINITY) ? vf{} : top[at], sum[at]);
-    weigh<Ahead>(sums, t.keys, y, later_y);
+    weights(top[at] == splat(-INFINITY) ? vf{} : top[at], sum[at], p + b * kWeights);
   }
   vf any_settle(const RowBlock& block, int first) {
     if (a.soft_cap) return a.alibi_slopes ? settle<true, true>(block, first) : settle<true, false>(block, first);
@@ -272,7 +274,7 @@ struct DecodeTiles : Cached<T> {
         const int at = h * blocks + b;
         const vf total = over_groups(sum[at], [](vf x, vf y) FLAT { return x + y; });
         for (int r = 0; r < R && b * R + r < rows; r++) {
-          gather(acc + int64_t(at) * v_tiles * 2 * kSums + r * W, row);
+          gather(sums_of(h, b) + r * W, row);
           Base::close(h, b * R + r, row, top[at][r], total[r]);
         }
       }
