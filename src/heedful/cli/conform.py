@@ -77,7 +77,8 @@ def command(
     row = row_for(asked)
     planned = plan_for(row, asked)
     if list_cells:
-        write("\n".join(cell.id for cell in planned.cells if cell.id in chosen_ids(planned, asked)))
+        chosen = chosen_ids(planned, asked)
+        write("\n".join(dict.fromkeys(cell.id for cell in planned.cells if cell.id in chosen)))
         return
     report = execute(row, planned, asked)
     path = json_path or default_path(row.platform, asked)
@@ -137,8 +138,9 @@ def execute(row: Row, planned: Plan, asked: Asked) -> Report:
     from heedful.report.provenance import collect
 
     started, device = datetime.now(UTC), options.device_from(asked.platform)
+    chosen = chosen_ids(planned, asked)
     running = run_plan(planned, (row,), only=asked.only, seed=asked.seed, timeout=asked.timeout, workers=asked.workers)
-    results = list(watched(running, len(chosen_ids(planned, asked))))
+    results = list(watched(running, sum(cell.id in chosen for cell in planned.cells)))
     return Report.create(
         planned,
         results,

@@ -189,7 +189,7 @@ def _figures(report: Report) -> Section | None:
 
     def cells(result: CheckResult) -> tuple[str, ...]:
         figures = result.facts[FIGURES]
-        told = (f"{figures[name]:,.6g}" if isinstance(figures.get(name), int | float) else "–" for name in names)
+        told = (f"{figures[name]:,.10g}" if isinstance(figures.get(name), int | float) else "–" for name in names)
         return (code(result.id), *told, f"{result.seconds:.2f}")
 
     columns = ("build", *(f"#{printable(name)}" for name in names), "#seconds")

@@ -291,5 +291,5 @@ def test_kernel_builds_have_a_table_of_their_figures():
     ]
     text = markdown.render(report_of([expected(r.id.partition("SDPA/")[2]) for r in builds], builds))
     assert "| build | code_bytes | flops | seconds |" in text
-    assert "| `cpu/TORCH_SDPA/compiles[attention-x1-a]` | 4,096 | 1.5e+09 |" in text
+    assert "| `cpu/TORCH_SDPA/compiles[attention-x1-a]` | 4,096 | 1,500,000,000 |" in text
     assert "| `cpu/TORCH_SDPA/compiles[attention-x1-b]` | 20 | – |" in text
