@@ -19,15 +19,15 @@ class Build:
     """One kernel for one device generation. arch: as in ``Device.generation``.
 
     variant: what tells this build from others of the kernel, ``bf16-d128-b16``. options: what the backend's compile
-    needs to know. smoke: asked in profile ``smoke`` too. refused: the compiler's own limit that this build breaks, None
-    where it compiles; the suite proves both.
+    needs to know. profile: the smallest that asks for it. refused: the compiler's own limit that this build breaks,
+    None where it compiles; the suite proves both.
     """
 
     kernel: str
     arch: str
     variant: str
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
-    smoke: bool = False
+    profile: str = "ci"
     refused: Reason | None = None
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from heedful.backends.builds import CHECK as BUILD_CHECK
 from heedful.backends.capabilities import row_reasons
-from heedful.conformance.checklist import check_profile, checks_for
+from heedful.conformance.checklist import PROFILES, check_profile, checks_for
 from heedful.conformance.results import Fidelity, Outcome, Waiver
 from heedful.errors import BadInputError
 from heedful.types import Device, Reason, ReasonCode, SelectionRequest
@@ -150,7 +150,7 @@ def build_cells(backend: type[AttentionBackend], spec: str, platform: str, lane:
     if not backend.BUILDS:
         raise BadInputError(f"{backend.name} declares no BUILDS; take it off the lane {lane_name(platform, lane)}")
     for build in backend.BUILDS:
-        if not build.smoke and lane.profile == "smoke":
+        if PROFILES.index(build.profile) > PROFILES.index(lane.profile):
             continue
         cell_id = f"{platform}/{backend.name}/{BUILD_CHECK}[{build.id}]"
         outcome = Outcome.PASS if build.refused is None else Outcome.NOT_SUPPORTED

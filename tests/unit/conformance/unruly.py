@@ -57,9 +57,9 @@ def steered(platform, fidelity):
     return Probe(None, text=os.environ.get("HEEDFUL_CPU_ISA", "unset"))
 
 
-def _build(variant, refused=None, *, smoke=True):
+def _build(variant, refused=None, profile="smoke"):
     limit = None if refused is None else Reason(ReasonCode.CAPABILITY, refused, variant, "smaller")
-    return Build("attention", "x1", variant, {"bytes": 4096}, smoke=smoke, refused=limit)
+    return Build("attention", "x1", variant, {"bytes": 4096}, profile, limit)
 
 
 class Builder(TorchSdpaBackend):
@@ -72,7 +72,7 @@ class Builder(TorchSdpaBackend):
         _build("lie", "said to be refused"),
         _build("mute"),
         _build("broken"),
-        _build("late", smoke=False),
+        _build("late", profile="ci"),
     )
 
     @classmethod
