@@ -1,14 +1,16 @@
-"""Kernels in JAX Pallas for TPUs, and how they are compiled for one that is not here (targets.py).
+"""Kernels in JAX Pallas for TPUs: attention.py the kernel, naive.py the same to be read, targets.py its compilers.
 
-Importing this package loads no jax. ``import_jax`` does, and is the way in: it settles first what jax and libtpu read
-from the environment when they are loaded, on a machine that has no TPU.
+Importing this package loads no jax, but settles what jax and libtpu read from the environment when they are loaded, on
+a machine that has no TPU.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from heedful.probes import Machine, tpu
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,16 +24,14 @@ WITHOUT_A_TPU: Final[Mapping[str, str]] = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-"""What is set where no TPU is on the PCI bus and jax was not imported yet; what the user has set stands."""
+"""What is set where no TPU is on the PCI bus; what the user has set stands. jax reads the first as it is imported."""
 
 
-def import_jax() -> Any:
-    """The module jax. Raises ImportError where it is not installed."""
-    from heedful.probes import Machine, tpu
+def _settle() -> None:
+    late = {"JAX_PLATFORMS"} if "jax" in sys.modules else set()
+    if tpu(Machine()).device is None:
+        for name in WITHOUT_A_TPU.keys() - late:
+            os.environ.setdefault(name, WITHOUT_A_TPU[name])
 
-    if "jax" not in sys.modules and tpu(Machine()).device is None:
-        for name, value in WITHOUT_A_TPU.items():
-            os.environ.setdefault(name, value)
-    import jax
 
-    return jax
+_settle()

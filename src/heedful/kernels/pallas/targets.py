@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from heedful.kernels.pallas import import_jax
+import jax
+from jax.experimental import topologies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,8 +24,6 @@ TOPOLOGIES: Final[Mapping[str, str]] = {
 @lru_cache(maxsize=len(TOPOLOGIES))
 def _chip(arch: str) -> Any:
     """One chip of that generation, as libtpu describes it."""
-    from jax.experimental import topologies
-
     return topologies.get_topology_desc(TOPOLOGIES[arch], "tpu").devices[0]
 
 
@@ -33,7 +32,6 @@ def compiled(arch: str, function: Callable[..., Any], *shapes: Any) -> Any:
 
     Raises what Mosaic or XLA raises for a kernel that they refuse.
     """
-    jax = import_jax()
     chip = _chip(arch)
     where = jax.sharding.SingleDeviceSharding(chip)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
@@ -44,7 +42,7 @@ def compiled(arch: str, function: Callable[..., Any], *shapes: Any) -> Any:
 
 
 def figures(executable: Any) -> dict[str, float]:
-    """What the compiler tells of an executable: memory in bytes, and the floating point operations outside kernels."""
+    """What the compiler tells of an executable: memory in bytes, and operations (a kernel's by its own estimate)."""
     memory, costs = executable.memory_analysis(), executable.cost_analysis() or {}
     told = {
         "code_bytes": memory.generated_code_size_in_bytes,
