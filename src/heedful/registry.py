@@ -44,7 +44,7 @@ BUILT_IN: Final[Mapping[str, Entry]] = MappingProxyType(
         "OPENVINO": Entry(f"{_HERE}.openvino:OpenVinoBackend", "pip install 'heedful[openvino]'"),
         "IPEX": Entry(f"{_HERE}.ipex:IpexBackend", "pip install intel-extension-for-pytorch==2.8.0 torch==2.8.0"),
         "FLASHINFER": Entry(f"{_HERE}.flashinfer:FlashInferBackend", "pip install flashinfer-python"),
-        "PALLAS": Entry(f"{_HERE}.pallas:PallasBackend", "pip install 'heedful[tpu]' libtpu"),
+        "PALLAS": Entry(f"{_HERE}.pallas:PallasBackend", "pip install 'heedful[tpu]'"),
         "NO_ATTENTION": Entry(f"{_HERE}.no_attention:NoAttentionBackend"),
         "BLOCKSPARSE_FLASH_ATTN": Entry(
             f"{_HERE}.blocksparse_flash_attn:BlocksparseFlashAttentionBackend", "pip install 'heedful[cuda]'"

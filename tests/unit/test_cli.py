@@ -200,10 +200,10 @@ def test_doctor_tells_device_libraries_and_backends(capsys):
 
 
 def test_doctor_fails_where_no_attention_backend_can_be_loaded(capsys):
-    assert main(["doctor", "--platform", "tpu"]) == EXIT_UNAVAILABLE
+    assert main(["doctor", "--platform", "rocm"]) == EXIT_UNAVAILABLE
     told = capsys.readouterr()
-    assert "missing  PALLAS" in told.out
-    assert "no attention backend can be loaded on tpu" in told.err
+    assert "missing  ROCM_FLASH" in told.out
+    assert "no attention backend can be loaded on rocm" in told.err
 
 
 # -- report and generate -----------------------------------------------------------------------------------------------
