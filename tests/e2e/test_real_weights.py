@@ -6,6 +6,7 @@ one transformers run serve the whole session.
 
 import re
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,18 @@ def test_openvino_gives_the_same_tokens(witness, prompts, expected, monkeypatch,
     assert engine.runner.selection.chosen.variant == variant
     assert str(engine.runner.selection.device) == "openvino CPU"
     assert [request.new_tokens for request in requests] == expected
+    assert engine.stats.mixed_steps > 0
+
+
+@pytest.mark.filterwarnings("ignore:HEEDFUL_PLATFORM=tpu")
+def test_pallas_gives_the_same_tokens(witness, prompts, expected, monkeypatch):
+    """Emulated where there is no TPU: two prompts, because the interpreter is slow."""
+    import_module("heedful.kernels.pallas")  # before jax: it settles what jax reads from the environment
+    pytest.importorskip("jax", reason="jax is not installed: pip install 'heedful[tpu]'")
+    monkeypatch.setenv("HEEDFUL_PLATFORM", "tpu")
+    options = RunnerOptions(max_num_batched_tokens=128, block_size=BLOCK, emulated=True)
+    engine, requests = serve(witness, prompts[:2], options, "PALLAS")
+    assert [request.new_tokens for request in requests] == expected[:2]
     assert engine.stats.mixed_steps > 0
 
 
