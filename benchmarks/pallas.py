@@ -1,8 +1,9 @@
 """How long the Pallas kernel takes to compile for each TPU and for the interpreter, and how it runs there beside jax's.
 
 The first table: wall and CPU seconds of libtpu's compiler, a kernel each, and the gate of 2 seconds of waiting (it
-compiles on two threads, so CPU seconds are more). The second: milliseconds of a call in the interpreter, for heedful's kernel and for those that jax ships
-(flash, paged, splash), each held against plain softmax first. An interpreter is no TPU: the figures compare emulations.
+compiles on two threads, so CPU seconds are more). The second: milliseconds of a call in the interpreter, for heedful's
+kernel and for those that jax ships (flash, paged, splash), each held against plain softmax first. An interpreter is no
+TPU: the figures compare emulations.
 
     python benchmarks/pallas.py [--rounds 5] [--archs v5e,v6e]
 """

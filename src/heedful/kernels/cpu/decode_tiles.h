@@ -185,8 +185,10 @@ struct DecodeTiles : Cached<T> {
           x[i + bit] = (vf)_mm512_permutex2var_ps(lower, (__m512i)odd, upper);
         }
   }
-  void weights(vf reference, vf& total, int32_t* p) const {
+  template <bool Ahead>
+  void weights(vf reference, vf& total, int32_t* p, const Later& later) const {
     for (int g = 0; g < kSixteens; g++) {
+      if (Ahead) later.ask(g, 0, v_tiles);
       vf x[R];
 #pragma GCC unroll 16
       for (int i = 0; i < R; i++) {
@@ -220,7 +222,7 @@ struct DecodeTiles : Cached<T> {
         TILE_DOT(5, 7, 3);
         TILE_LOAD(7, p + g * 2 * kSums + kSums);
         TILE_DOT(6, 7, 3);
-        if (Ahead) later.ask(g, t, v_tiles);
+        if (Ahead && t) later.ask(g, t, v_tiles);  // `weights` asked for the first
       }
       TILE_STORE(5, sums);
       TILE_STORE(6, sums + kSums);
@@ -233,18 +235,18 @@ struct DecodeTiles : Cached<T> {
     const bool lie = as_they_lie(t, lowest);
     const Later later_keys{later.k, later_head * k_head, k_row}, later_values{later.v, later_head * v_head, v_row};
     const Rows keys = keys_of(t, h, lie);
-    score_block<true>(t, h, 0, keys, later_keys);  // the first block of rows asks for the later tile's lines
-    for (int b = 1; b < blocks; b++) score_block<false>(t, h, b, keys, later_keys);
+    score_block<true>(t, h, 0, keys, later_keys, later_values);  // the first block of rows asks for the later tile's lines
+    for (int b = 1; b < blocks; b++) score_block<false>(t, h, b, keys, later_keys, later_values);
     const Rows values = values_of(t, h, lie, lowest - t.first);
     weigh<true>(sums_of(h, 0), p, t.keys, values, later_values);
     for (int b = 1; b < blocks; b++) weigh<false>(sums_of(h, b), p + b * kWeights, t.keys, values, later_values);
   }
   float* sums_of(int h, int b) const { return acc + (int64_t(h) * blocks + b) * v_tiles * 2 * kSums; }
   template <bool Ahead>
-  void score_block(const Tile& t, int h, int b, const Rows& keys, const Later& later) {
+  void score_block(const Tile& t, int h, int b, const Rows& keys, const Later& later_keys, const Later& later_values) {
     const int at = h * blocks + b;
     if (a.alibi_slopes) Base::read_slopes(see[b], h, lanes(b));
-    score<Ahead>(q + int64_t(at) * q_tiles * kQuery, t.keys, keys, later);
+    score<Ahead>(q + int64_t(at) * q_tiles * kQuery, t.keys, keys, later_keys);
     const vf now = any_settle(see[b], t.first);
     if (any(now > top[at])) {
       const vf most = vmax(now, top[at]), factor = top[at] == splat(-INFINITY) ? vf{} : exp2v(top[at] - most);
@@ -252,7 +254,7 @@ struct DecodeTiles : Cached<T> {
       sum[at] = sum[at] * factor;
       rescale(sums_of(h, b), factor);
     }
-    weights(top[at] == splat(-INFINITY) ? vf{} : top[at], sum[at], p + b * kWeights);
+    weights<Ahead>(top[at] == splat(-INFINITY) ? vf{} : top[at], sum[at], p + b * kWeights, later_values);
   }
   vf any_settle(const RowBlock& block, int first) {
     if (a.soft_cap) return a.alibi_slopes ? settle<true, true>(block, first) : settle<true, false>(block, first);
