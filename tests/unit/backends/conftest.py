@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -128,8 +129,67 @@ class Scene:
         assert (output[self.tokens :] == 0).all()
         assert (lse[self.tokens :] == -torch.inf).all()
 
+    def encoder_error(self, kind, **rules):
+        """The largest error of a layer with these rules where the sequences see both sides and no cache."""
+        lengths = [q for q, _, _ in self.seqs]
+        self.metadata.encoder_seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        self.metadata.num_encoder_tokens = sum(lengths)
+        given = (self.query, self.key, self.value, torch.empty(0), self.metadata)
+        found = self.impl(**rules).forward(*given, attn_type=kind)
+        ends = torch.tensor([0, *itertools.accumulate(lengths)])
+        inputs = (self.query, self.key, self.value, ends, ends)
+        right, _ = reference_attention(*inputs, scale=self.size**-0.5, causal=False, **rules)
+        return (found.double() - right).abs().max()
+
+
+class BareScene(Scene):
+    """The same for a backend that returns no LSE."""
+
+    def run(self, impl=None, **rules):
+        """The output of one forward into a NaN-filled tensor."""
+        impl = self.impl(**rules) if impl is None else impl
+        output = torch.full((len(self.query), self.num_heads, self.size_v), torch.nan, dtype=self.dtype)
+        given = (self.query, self.key, self.value, self.cache, self.metadata)
+        assert impl.forward(*given, output=output) is output
+        return output
+
+    def check(self, **rules):
+        output, (right, _) = self.run(**rules), self.expected(**rules)
+        assert (output[: self.tokens].double() - right).abs().max() < TOLERANCE[self.dtype]
+        assert (output[self.tokens :] == 0).all()
+
+
+def _share(scenes, times):
+    layer, right = scenes[0].impl(), [one.run() for one in scenes]
+    wrong = []
+
+    def same(one, two):
+        return torch.equal(one, two) if isinstance(one, torch.Tensor) else all(map(torch.equal, one, two))
+
+    def work(one, answer):
+        wrong.extend(one for _ in range(times) if not same(one.run(layer), answer))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(scenes, right, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
 
 @pytest.fixture
 def scene():
     torch.set_num_threads(1)
     return Scene
+
+
+@pytest.fixture
+def bare_scene():
+    torch.set_num_threads(1)
+    return BareScene
+
+
+@pytest.fixture
+def share_a_layer():
+    """share_a_layer(scenes, times): each in a thread of its own, all on the first one's layer, bit for bit as alone."""
+    return _share

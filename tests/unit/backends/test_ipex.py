@@ -10,7 +10,6 @@ import inspect
 import re
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,27 +64,15 @@ def on_cpu(monkeypatch):
 
 
 @pytest.fixture
-def here(scene):
+def here(bare_scene):
     """A scene on IPEX, in pages of 16 and heads of 64 unless the test says otherwise."""
 
-    class Here(scene):
+    class Here(bare_scene):
         def __init__(self, seqs, dtype=torch.bfloat16, **facts):
             super().__init__(seqs, dtype=dtype, **{"size": 64, "block_size": 16} | facts)
 
         def impl(self, layer=ipex_impl.IpexImpl, **rules):
             return layer(self.num_heads, self.size, self.size**-0.5, self.num_kv_heads, **rules)
-
-        def run(self, impl=None, **rules):
-            impl = self.impl(**rules) if impl is None else impl
-            output = torch.full((len(self.query), self.num_heads, self.size), torch.nan, dtype=self.dtype)
-            given = (self.query, self.key, self.value, self.cache, self.metadata)
-            assert impl.forward(*given, output=output) is output
-            return output
-
-        def check(self, **rules):
-            output, (right, _) = self.run(**rules), self.expected(**rules)
-            assert (output[: self.tokens].double() - right).abs().max() < TOLERANCE[self.dtype]
-            assert (output[self.tokens :] == 0).all()
 
     return Here
 
@@ -229,32 +216,12 @@ def test_the_profiling_run_attends_without_a_cache(here, on_cpu, rules):
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_an_encoder_sees_both_sides(here, on_cpu, kind, rules):
-    from heedful.reference import reference_attention
-
     one = here([(40, 0, False), (300, 0, False), (1, 0, False)])
-    one.metadata.encoder_seq_lens = torch.tensor([40, 300, 1], dtype=torch.int32)
-    one.metadata.num_encoder_tokens = 341
-    given = (one.query, one.key, one.value, torch.empty(0), one.metadata)
-    found = one.impl(**rules).forward(*given, attn_type=kind)
-    ends = torch.tensor([0, 40, 340, 341])
-    right, _ = reference_attention(one.query, one.key, one.value, ends, ends, scale=0.125, causal=False, **rules)
-    assert (found.double() - right).abs().max() < TOLERANCE[one.dtype]
+    assert one.encoder_error(kind, **rules) < TOLERANCE[one.dtype]
 
 
-def test_threads_share_a_layer(here, on_cpu):
-    scenes = [here(MIXED, seed=seed) for seed in range(4)]
-    layer, right = scenes[0].impl(), [one.run() for one in scenes]
-    wrong = []
-
-    def work(one, answer):
-        wrong.extend(one for _ in range(10) if not torch.equal(one.run(layer), answer))
-
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(scenes, right, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+def test_threads_share_a_layer(here, share_a_layer, on_cpu):
+    share_a_layer([here(MIXED, seed=seed) for seed in range(4)], times=10)
 
 
 @pytest.mark.parametrize(

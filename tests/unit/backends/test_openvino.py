@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import re
-import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,28 +42,16 @@ RULES = {
 
 
 @pytest.fixture
-def here(scene):
+def here(bare_scene):
     """A scene on OPENVINO, in pages of 32 unless the test says otherwise."""
 
-    class Here(scene):
+    class Here(bare_scene):
         def __init__(self, seqs, block_size=32, **facts):
             super().__init__(seqs, block_size=block_size, **facts)
 
         def impl(self, backend=OpenVinoBackend, **rules):
             sizes = (self.num_heads, self.size, self.size**-0.5, self.num_kv_heads)
             return backend.get_impl_cls()(*sizes, head_size_v=self.size_v, **rules)
-
-        def run(self, impl=None, **rules):
-            impl = self.impl(**rules) if impl is None else impl
-            output = torch.full((len(self.query), self.num_heads, self.size_v), torch.nan, dtype=self.dtype)
-            given = (self.query, self.key, self.value, self.cache, self.metadata)
-            assert impl.forward(*given, output=output) is output
-            return output
-
-        def check(self, **rules):
-            output, (right, _) = self.run(**rules), self.expected(**rules)
-            assert (output[: self.tokens].double() - right).abs().max() < DTYPES[self.dtype]
-            assert (output[self.tokens :] == 0).all()
 
     return Here
 
@@ -240,30 +227,11 @@ def test_the_profiling_run_attends_without_a_cache(here, ways):
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
 @pytest.mark.parametrize("rules", [{}, RULES["window"], RULES["all"]])
 def test_an_encoder_sees_both_sides(here, kind, rules):
-    one = here([(40, 0, False), (300, 0, False)])
-    one.metadata.encoder_seq_lens = torch.tensor([40, 300], dtype=torch.int32)
-    one.metadata.num_encoder_tokens = 340
-    given = (one.query, one.key, one.value, torch.empty(0), one.metadata)
-    found = one.impl(**rules).forward(*given, attn_type=kind)
-    ends = torch.tensor([0, 40, 340])
-    right, _ = reference_attention(one.query, one.key, one.value, ends, ends, scale=0.25, causal=False, **rules)
-    assert (found.double() - right).abs().max() < 5e-6
+    assert here([(40, 0, False), (300, 0, False)]).encoder_error(kind, **rules) < 5e-6
 
 
-def test_threads_share_a_layer(here):
-    scenes = [here(MIXED, seed=seed) for seed in range(4)]
-    layer, right = scenes[0].impl(), [one.run() for one in scenes]
-    wrong = []
-
-    def work(one, answer):
-        wrong.extend(one for _ in range(30) if not torch.equal(one.run(layer), answer))
-
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(scenes, right, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+def test_threads_share_a_layer(here, share_a_layer):
+    share_a_layer([here(MIXED, seed=seed) for seed in range(4)], times=30)
 
 
 def test_layers_alike_share_a_compiled_model_and_its_requests(here, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from heedful.errors import BadInputError, MetadataError, UnsupportedError
 from heedful.kernels.pallas import attention as kernel
 from heedful.kernels.pallas import naive
 from heedful.kernels.pallas.targets import TOPOLOGIES
-from heedful.reference import reference_attention
 
 jax, attention = pallas_impl.jax, kernel.attention
 DTYPES = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
@@ -257,30 +255,11 @@ def test_the_profiling_run_attends_without_a_cache(here):
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
 @pytest.mark.parametrize("rules", [{}, RULES["window"], RULES["all"]])
 def test_an_encoder_sees_both_sides(here, kind, rules):
-    one = here([(40, 0, False), (100, 0, False)])
-    one.metadata.encoder_seq_lens = torch.tensor([40, 100], dtype=torch.int32)
-    one.metadata.num_encoder_tokens = 140
-    given = (one.query, one.key, one.value, torch.empty(0), one.metadata)
-    found = one.impl(**rules).forward(*given, attn_type=kind)
-    ends = torch.tensor([0, 40, 140])
-    right, _ = reference_attention(one.query, one.key, one.value, ends, ends, scale=0.25, causal=False, **rules)
-    assert (found.double() - right).abs().max() < 5e-6
+    assert here([(40, 0, False), (100, 0, False)]).encoder_error(kind, **rules) < 5e-6
 
 
-def test_threads_share_a_layer(here):
-    scenes = [here(MIXED, seed=seed) for seed in range(3)]
-    layer, right = scenes[0].impl(), [one.run() for one in scenes]
-    wrong = []
-
-    def work(one, answer):
-        wrong.extend(one for _ in range(5) if not all(map(torch.equal, one.run(layer), answer)))
-
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(scenes, right, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+def test_threads_share_a_layer(here, share_a_layer):
+    share_a_layer([here(MIXED, seed=seed) for seed in range(3)], times=5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
